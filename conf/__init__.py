@@ -1,0 +1,1 @@
+"""Hydra configuration: data only. One file a word, one folder a group."""

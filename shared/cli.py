@@ -1,0 +1,161 @@
+"""The `drafttape` command: a table of words, their help, and one-sentence errors.
+
+A word's schema and function are named as text and imported only when needed, so that
+`--help` answers without torch and `shared` depends on neither stage.
+"""
+
+import sys
+from dataclasses import dataclass
+
+from shared.config import compose, describe, group_options, groups_of, load_object
+from shared.errors import DrafttapeError
+from shared.log import say
+
+
+@dataclass(frozen=True)
+class Word:
+    """One word of the command: its help line, an example, and where its code lives."""
+
+    line: str
+    example: str
+    schema: str
+    run: str
+    positional: tuple[str, ...] = ()
+
+
+WORDS = {
+    "generate": Word(
+        "let the target answer prompts, to make training conversations",
+        "drafttape generate data.paths=[examples/prompts.jsonl] output=conversations.jsonl",
+        "stage1_extract.config:GenerateConfig",
+        "stage1_extract.generate:generate",
+    ),
+    "plan": Word(
+        "tokens, bytes per codec and hours of an extraction, before it runs and without weights",
+        "drafttape plan target=qwen3_6_27b data.paths=[chats.jsonl]",
+        "stage1_extract.config:PlanConfig",
+        "stage1_extract.plan_word:plan",
+    ),
+    "extract": Word(
+        "run the target over chats and write its hidden states into a cache",
+        "drafttape extract target=smollm2 data.paths=[chats.jsonl] cache.root=cache",
+        "stage1_extract.config:ExtractConfig",
+        "stage1_extract.build:extract",
+    ),
+    "cache": Word(
+        "list, verify and manage a cache: drafttape cache ls|verify|… ROOT",
+        "drafttape cache verify build/demo/cache",
+        "stage1_extract.config:CacheWordConfig",
+        "stage1_extract.cache_word:cache",
+        ("action", "root"),
+    ),
+    "train": Word(
+        "train a drafter from a cache",
+        "drafttape train cache.root=cache run_dir=runs/muon optimizer=muon trainer.steps=150",
+        "stage2_train.config:TrainConfig",
+        "stage2_train.build:train",
+    ),
+    "eval": Word(
+        "held-out loss, accuracy per slot, estimated and real acceptance length of a run",
+        "drafttape eval runs/muon",
+        "stage2_train.config:EvalConfig",
+        "stage2_train.evaluate:evaluate",
+        ("run_dir",),
+    ),
+    "compare": Word(
+        "compare runs on proven-identical inputs; writes an HTML report and a verdict",
+        "drafttape compare runs/adamw runs/muon report=report.html",
+        "stage2_train.config:CompareConfig",
+        "stage2_train.compare:compare",
+        ("runs...",),
+    ),
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs one word. Exit codes: 0 done, 1 bad data or training, 2 user error, 3 and 4 see extract."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if not arguments or arguments[0] in {"-h", "--help", "help"}:
+        _help_all()
+        return 0
+    name, rest = arguments[0], arguments[1:]
+    if name == "--version":
+        from importlib.metadata import version
+
+        say(version("drafttape"))
+        return 0
+    try:
+        if name not in WORDS:
+            import difflib
+
+            near = difflib.get_close_matches(name, WORDS, n=1)
+            hint = f"Did you mean {near[0]}?" if near else "See drafttape --help"
+            raise DrafttapeError(f"there is no word {name!r}", do=hint)
+        word = WORDS[name]
+        if any(argument in {"-h", "--help"} for argument in rest):
+            _help_word(name, word)
+            return 0
+        schema = load_object(word.schema)
+        config = compose(name, schema, _positional(word, rest))
+        return int(load_object(word.run)(config) or 0)
+    except DrafttapeError as error:
+        sys.stderr.write(f"drafttape {name}: {error}\n")
+        return error.exit_code
+    except KeyboardInterrupt:
+        sys.stderr.write(f"drafttape {name}: stopped by the keyboard; the same command goes on\n")
+        return 4
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 1
+
+
+def _positional(word: Word, arguments: list[str]) -> list[str]:
+    """Turns words without `=` into overrides, in the order the word names them."""
+    overrides = [text for text in arguments if "=" in text or text.startswith("~")]
+    plain = [text for text in arguments if text not in overrides]
+    for key in word.positional:
+        if key.endswith("..."):
+            if plain:
+                overrides.append(f"{key[:-3]}=[{','.join(_quote(text) for text in plain)}]")
+            plain = []
+        elif plain:
+            overrides.append(f"{key}={_quote(plain.pop(0))}")
+    if plain:
+        raise DrafttapeError(f"{plain[0]!r} is not key=value", do="Overrides look like key=value")
+    return overrides
+
+
+def _quote(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
+
+
+def _help_all() -> None:
+    say("drafttape records a target model's hidden states once and replays them for every drafter")
+    say("experiment.\n\nusage: drafttape WORD [key=value …]\n")
+    width = max(map(len, WORDS))
+    for name, word in WORDS.items():
+        say(f"  {name:<{width}}  {word.line}")
+    say("\nexample:\n  " + WORDS["train"].example)
+    say("\ndrafttape WORD --help lists a word's keys with meaning and default.")
+
+
+def _help_word(name: str, word: Word) -> None:
+    say(f"drafttape {name}: {word.line}\n\nexample:\n  {word.example}\n")
+    groups = groups_of(name)
+    if groups:
+        say("groups (GROUP=OPTION):")
+        for group in groups:
+            say(f"  {group}")
+            for option, line in group_options(group):
+                say(f"    {option:<16} {line}")
+        say()
+    rows = describe(load_object(word.schema))
+    width = min(34, max(len(key) for key, _, _ in rows))
+    say("keys (key=value; a group's file may set other defaults):")
+    for key, default, meaning in rows:
+        say(f"  {key:<{width}}  {meaning} [{default}]")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Stage one: run the target once over chat data and record its hidden states."""

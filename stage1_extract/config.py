@@ -1,0 +1,96 @@
+"""Typed configuration of stage one's words (torch-free)."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from omegaconf import MISSING
+
+from shared.config import TargetConfig, opt
+
+
+class Container(Enum):
+    """File layout of a shard."""
+
+    zarr = "zarr"
+    webdataset = "webdataset"
+
+
+class Codec(Enum):
+    """How hidden states are stored (see `shared/codec.py` for each one's loss)."""
+
+    lossless = "lossless"
+    fast = "fast"
+    int8 = "int8"
+    bits5 = "bits5"
+    bits4 = "bits4"
+    bits3 = "bits3"
+    int4 = "int4"
+
+
+@dataclass
+class DataConfig:
+    """Chat data and how it becomes tokens and a loss mask."""
+
+    paths: list[str] = opt(MISSING, "files or globs (JSONL, optionally .gz)")
+    max_tokens: int = opt(4096, "a longer sample is cut here; its mask is cut with it")
+    min_supervised: int = opt(2, "a sample with fewer supervised tokens is rejected")
+    heldout: float = opt(0.1, "share of samples held out from training, chosen by sample id")
+    heldout_seed: int = opt(0, "another seed holds out another share")
+    limit: int | None = opt(None, "use only the first so many rows")
+
+
+@dataclass
+class CacheConfig:
+    """Where and how hidden states are stored."""
+
+    root: str = opt(MISSING, "the cache: a directory")
+    container: Container = opt(Container.zarr, "file layout of new shards")
+    codec: Codec = opt(Codec.lossless, "encoding of new shards")
+    shard_bytes: int = opt(2 << 30, "bytes of bf16 hidden states in a shard")
+
+
+@dataclass
+class ExtractConfig:
+    """drafttape extract"""
+
+    target: TargetConfig = opt(TargetConfig, "the target model")
+    data: DataConfig = opt(DataConfig, "chat data")
+    cache: CacheConfig = opt(CacheConfig, "the cache")
+    snapshot: str | None = opt(None, "name of the new snapshot")
+    batch_tokens: int = opt(8192, "token budget of a forward pass, pads included")
+    device: str = opt("auto", "auto, cpu, cuda, cuda:N")
+    last_hidden: bool = opt(False, "also store the post-norm last hidden state (KL and L1 losses)")
+    reject_threshold: float = opt(0.05, "exit with code 3 if a larger share of rows is rejected")
+    self_test: bool = opt(True, "compare a batched sample with itself alone before the run")
+
+
+@dataclass
+class GenerateConfig:
+    """drafttape generate"""
+
+    target: TargetConfig = opt(TargetConfig, "the target model")
+    data: DataConfig = opt(DataConfig, "prompts")
+    output: str = opt(MISSING, "JSONL file of the conversations; existing ones are kept")
+    max_new_tokens: int = opt(128, "longest answer in tokens")
+    batch_size: int = opt(32, "prompts answered together")
+    device: str = opt("auto", "auto, cpu, cuda, cuda:N")
+
+
+@dataclass
+class PlanConfig:
+    """drafttape plan"""
+
+    target: TargetConfig = opt(TargetConfig, "the target model")
+    data: DataConfig = opt(DataConfig, "chat data")
+    tokens: float | None = opt(None, "plan for so many tokens instead of reading data.paths")
+    tokens_per_s: float | None = opt(None, "target speed in tokens/s, for the hours")
+    last_hidden: bool = opt(False, "also store the post-norm last hidden state")
+
+
+@dataclass
+class CacheWordConfig:
+    """drafttape cache"""
+
+    action: str = opt("ls", "ls | verify")
+    root: str = opt(MISSING, "the cache")
+    full: bool = opt(True, "verify: read every byte (false: sizes and sidecars only)")

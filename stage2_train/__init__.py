@@ -1,0 +1,1 @@
+"""Stage two: replay a cache into a block-diffusion drafter, and compare the runs."""

@@ -1,0 +1,207 @@
+"""Typed configuration of stage two's words (torch-free)."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from omegaconf import MISSING
+
+from shared.config import Dtype, TargetConfig, opt
+
+
+class OptimizerName(Enum):
+    """The optimizer of a run."""
+
+    adamw = "adamw"
+    muon = "muon"
+    sgd = "sgd"
+
+
+class Polynomial(Enum):
+    """Orthogonalisation of a Muon update (see `stage2_train/orthogonalize.py`)."""
+
+    kj = "kj"
+    taylor = "taylor"
+    polar_express = "polar_express"
+    svd = "svd"
+
+
+class MuonScale(Enum):
+    """Shape factor of a Muon update."""
+
+    moonlight = "moonlight"
+    kj = "kj"
+    none = "none"
+
+
+class Clip(Enum):
+    """Gradient clipping before the optimizer."""
+
+    global_norm = "global_norm"
+    value = "value"
+    none = "none"
+
+
+class ScheduleName(Enum):
+    """Shape of the learning rate over the run."""
+
+    constant = "constant"
+    cosine = "cosine"
+    wsd = "wsd"
+    multistep = "multistep"
+    inverse_sqrt = "inverse_sqrt"
+
+
+class Cooldown(Enum):
+    """Shape of the WSD decay."""
+
+    linear = "linear"
+    cosine = "cosine"
+    one_minus_sqrt = "one_minus_sqrt"
+
+
+@dataclass
+class DrafterConfig:
+    """The drafter's architecture; null sizes are taken from the target."""
+
+    layer_types: list[str] = opt(
+        ["linear_attention"] * 4 + ["full_attention"],
+        "one of linear_attention, full_attention, sliding_attention per layer",
+    )
+    hidden_size: int | None = opt(None, "width; must equal the target's (shared embedding)")
+    intermediate_size: int = opt(1024, "width of the SwiGLU MLP")
+    num_attention_heads: int = opt(8, "query heads of attention layers")
+    num_key_value_heads: int = opt(4, "key/value heads of attention layers")
+    head_dim: int = opt(64, "head size of attention layers")
+    linear_num_key_heads: int = opt(8, "key heads of GDN layers")
+    linear_num_value_heads: int = opt(8, "value heads of GDN layers")
+    linear_key_head_dim: int = opt(64, "key head size of GDN layers")
+    linear_value_head_dim: int = opt(64, "value head size of GDN layers")
+    conv_kernel_size: int = opt(4, "taps of the short convolutions")
+    block_size: int = opt(16, "tokens of a block: the anchor and block_size-1 masked slots")
+    sliding_window: int = opt(1024, "window of sliding_attention layers, tokens")
+    rope_theta: float = opt(10000.0, "base of the rotary embedding of attention layers")
+    rms_norm_eps: float = opt(1e-6, "epsilon of RMSNorm")
+    bidirectional_block: bool = opt(False, "GDN layers also read the block from its end")
+    chunk_size: int = opt(32, "chunk of the GDN context scan on CPU")
+    mask_token_id: int | None = opt(None, "id of MASK; null: the one recorded in the cache")
+    init_std: float = opt(0.02, "standard deviation of initial weights")
+
+
+@dataclass
+class OptimizerConfig:
+    """The optimizer; muon uses the adamw keys for what Muon doesn't own."""
+
+    name: OptimizerName = opt(OptimizerName.adamw, "which optimizer")
+    lr: float = opt(6e-4, "peak learning rate (muon: of the matrices)")
+    weight_decay: float = opt(0.0, "decoupled weight decay")
+    betas: list[float] = opt([0.9, 0.95], "AdamW moment decays")
+    eps: float = opt(1e-8, "AdamW epsilon, added to sqrt(v)")
+    adamw_lr: float | None = opt(None, "muon: learning rate of the AdamW group (null: lr)")
+    momentum: float = opt(0.95, "muon, sgd: momentum")
+    nesterov: bool = opt(True, "muon, sgd: Nesterov momentum")
+    polynomial: Polynomial = opt(Polynomial.polar_express, "muon: orthogonalisation")
+    polynomial_steps: int = opt(5, "muon: iterations")
+    scale: MuonScale = opt(MuonScale.moonlight, "muon: shape factor")
+    target_rms: float = opt(0.2, "muon: update RMS under scale=moonlight")
+    head_group: int = opt(1, "muon: heads orthogonalised together; 0: the whole projection")
+
+
+@dataclass
+class ScheduleConfig:
+    """The learning rate over optimizer steps."""
+
+    name: ScheduleName = opt(ScheduleName.cosine, "shape after the warmup")
+    warmup: float = opt(0.04, "linear warmup: a share of the steps (<1) or a number of steps")
+    floor: float = opt(0.0, "lowest factor of cosine and wsd")
+    decay: float = opt(0.2, "wsd: share of the steps spent in cooldown")
+    cooldown: Cooldown = opt(Cooldown.one_minus_sqrt, "wsd: shape of the cooldown")
+
+
+@dataclass
+class LossConfig:
+    """The training objective."""
+
+    gamma: float = opt(7.0, "slot weights exp(-(k-1)/gamma)")
+    chunk: int = opt(512, "slots whose logits exist at once")
+
+
+@dataclass
+class BatchConfig:
+    """What one optimizer step sees; a pure function of snapshot and seed."""
+
+    tokens_per_row: int = opt(4096, "tokens of a packed row of whole documents (micro-batch)")
+    rows_per_step: int = opt(1, "packed rows of an optimizer step, over all ranks")
+    anchors_per_sample: int = opt(512, "most anchors drawn in a sample")
+
+
+@dataclass
+class LoaderConfig:
+    """How batches are read: changes when, never what."""
+
+    workers: int = opt(1, "reader processes; 0 reads in the training process")
+    prefetch: int = opt(4, "rows read ahead per worker")
+
+
+@dataclass
+class TrainerConfig:
+    """The training loop."""
+
+    steps: int | None = opt(None, "optimizer steps; null: epochs decides")
+    epochs: float = opt(6.0, "passes over the training split when steps is null")
+    clip: Clip = opt(Clip.global_norm, "gradient clipping")
+    clip_norm: float = opt(1.0, "threshold of clipping")
+    dtype: Dtype = opt(Dtype.float32, "compute dtype; masters are float32")
+    checkpoint_every: int = opt(500, "steps between checkpoints; the last step is always saved")
+    keep: int = opt(2, "checkpoints kept besides the best")
+    eval_every: int = opt(0, "steps between held-out losses; 0: at the end only")
+    max_bad_steps: int = opt(3, "stop after so many non-finite gradients in a row")
+    tensorboard: bool = opt(True, "write TensorBoard files beside metrics.jsonl")
+
+
+@dataclass
+class CacheInput:
+    """The cache and snapshot that a run replays."""
+
+    root: str = opt(MISSING, "the cache")
+    snapshot: str = opt("latest", "snapshot id, unique prefix or name")
+
+
+@dataclass
+class TrainConfig:
+    """drafttape train"""
+
+    run_dir: str = opt(MISSING, "directory of the run; an unfinished run in it goes on")
+    cache: CacheInput = opt(CacheInput, "input")
+    drafter: DrafterConfig = opt(DrafterConfig, "architecture")
+    optimizer: OptimizerConfig = opt(OptimizerConfig, "optimizer")
+    schedule: ScheduleConfig = opt(ScheduleConfig, "schedule")
+    loss: LossConfig = opt(LossConfig, "objective")
+    batch: BatchConfig = opt(BatchConfig, "batch")
+    loader: LoaderConfig = opt(LoaderConfig, "reading")
+    trainer: TrainerConfig = opt(TrainerConfig, "loop")
+    seed: int = opt(0, "order, packing and anchors")
+    init_seed: int = opt(0, "initial weights")
+    device: str = opt("auto", "auto, cpu, cuda, cuda:N")
+
+
+@dataclass
+class EvalConfig:
+    """drafttape eval"""
+
+    run_dir: str = opt(MISSING, "directory of a run")
+    target: TargetConfig | None = opt(None, "target to decode with; null: the one of the cache")
+    checkpoint: str = opt("last", "last, best or step-NNNNNN")
+    decode: bool = opt(True, "speculative decoding against the target on held-out prompts")
+    max_prompts: int | None = opt(None, "most prompts decoded; null: all held-out ones")
+    max_new_tokens: int = opt(64, "tokens decoded a prompt")
+    device: str = opt("auto", "auto, cpu, cuda, cuda:N")
+
+
+@dataclass
+class CompareConfig:
+    """drafttape compare"""
+
+    runs: list[str] = opt(MISSING, "run directories; the first is the baseline")
+    report: str = opt("report.html", "the HTML report to write")
+    summary: str | None = opt(None, "also write the numbers as JSON here")
+    confidence: float = opt(0.95, "level of the intervals")
