@@ -73,7 +73,7 @@ WORDS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs one word. Exit codes: 0 done, 1 bad data or training, 2 user error, 3 and 4 see extract."""
+    """Runs one word; returns its exit code (1 bad data or training, 2 a user's mistake)."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not arguments or arguments[0] in {"-h", "--help", "help"}:
         _help_all()

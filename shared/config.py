@@ -106,10 +106,8 @@ def describe(schema: type, prefix: str = "") -> list[tuple[str, str, str]]:
         if is_dataclass(kind):
             rows += describe(kind, key + ".")
             continue
-        if item.default_factory is not NO_DEFAULT:
-            default = item.default_factory()
-        else:
-            default = item.default
+        made = item.default_factory
+        default = item.default if made is NO_DEFAULT else made()
         if default == MISSING:
             shown = "required"
         else:

@@ -1,0 +1,108 @@
+"""The command line: help without torch, one sentence for a user's mistake, every YAML composes."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shared import cli
+from shared.config import CONF, compose, describe, group_options, groups_of, load_object, to_plain
+from shared.errors import ConfigError, DataError, DrafttapeError
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run(*words: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "shared.cli", *words], cwd=ROOT, capture_output=True, text=True
+    )
+
+
+def test_help_lists_every_word_with_an_example(capsys):
+    assert cli.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "example:" in shown
+    for name, word in cli.WORDS.items():
+        assert name in shown
+        assert word.line in shown
+
+
+@pytest.mark.parametrize("name", cli.WORDS)
+def test_word_help_shows_every_key_with_a_meaning(name, capsys):
+    assert cli.main([name, "--help"]) == 0
+    shown = capsys.readouterr().out
+    for key, _, meaning in describe(load_object(cli.WORDS[name].schema)):
+        assert key in shown
+        assert meaning, f"{name}: {key} has no meaning"
+
+
+def test_help_and_config_errors_do_not_import_torch():
+    probe = (
+        "import sys, shared.cli as c\n"
+        "for n in c.WORDS: c.main([n, '--help'])\n"
+        "assert c.main(['train', 'nonsense=1']) == 2\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["train", "nonsense=1"], "nonsense"),
+        (["train", "run_dir=x"], "cache.root"),
+        (["train", "run_dir=x", "cache.root=y", "optimizer.lr=abc"], "optimizer.lr"),
+        (["train", "run_dir=x", "cache.root=y", "optimizer=nope"], "optimizer"),
+        (["extract", "cache.root=x", "data.paths=[a]", "cache.codec=zip"], "lossless"),
+        (["trian"], "train"),
+        (["train", "word"], "word"),
+    ],
+)
+def test_a_users_mistake_is_one_line_with_exit_code_2(words, named, capsys):
+    assert cli.main(words) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert named in shown.err
+    assert shown.err.count("\n") == 1
+    assert "Traceback" not in shown.err
+
+
+@pytest.mark.parametrize(
+    "path", sorted(CONF.glob("*/*.yaml")), ids=lambda p: f"{p.parent.name}={p.stem}"
+)
+def test_every_shipped_option_composes_and_says_what_it_is(path):
+    group, option = path.parent.name, path.stem
+    line = dict(group_options(group))[option]
+    assert line, f"{path} needs a first comment line"
+    words = [name for name in cli.WORDS if group in groups_of(name)]
+    assert words, f"no word takes {group}"
+    for name in words:
+        schema = load_object(cli.WORDS[name].schema)
+        required = [
+            f"{key}=[x]" if key.endswith("paths") or key == "runs" else f"{key}=x"
+            for key, default, _ in describe(schema)
+            if default == "required" and not key.startswith("target.")
+        ]
+        if group == "experiment" and "drafttape: " in path.read_text():
+            continue
+        config = compose(name, schema, [f"{group}={option}", *required])
+        assert to_plain(config)
+
+
+def test_errors_keep_their_parts_between_processes():
+    import multiprocessing.reduction as reduction
+
+    error = DataError("no sample", where="a.jsonl:3", do="Look at the rejects")
+    again = reduction.ForkingPickler.loads(bytes(reduction.ForkingPickler.dumps(error)))
+    assert isinstance(again, DataError)
+    assert str(again) == str(error) == "a.jsonl:3: no sample. Look at the rejects"
+    assert again.exit_code == 2
+
+
+def test_config_error_is_a_drafttape_error():
+    with pytest.raises(DrafttapeError):
+        compose("train", load_object(cli.WORDS["train"].schema), ["seed=x"])
+    with pytest.raises(ConfigError, match="seed"):
+        compose("train", load_object(cli.WORDS["train"].schema), ["seed=x"])
