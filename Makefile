@@ -24,7 +24,7 @@ demo: $(STAMP) ## the main job on a real model: generate, extract, train twice, 
 check: $(STAMP) ## lint, types and the fast tests (about a minute)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/mypy
 	$(BIN)/pytest -q -n 2 -m "not slow and not gpu"
 
 test: $(STAMP) check ## everything: check, then the slow tests

@@ -103,7 +103,7 @@ def describe(schema: type, prefix: str = "") -> list[tuple[str, str, str]]:
     for item in fields(schema):
         key, kind = prefix + item.name, hints[item.name]
         meaning = item.metadata.get("help", "")
-        if is_dataclass(kind):
+        if isinstance(kind, type) and is_dataclass(kind):
             rows += describe(kind, key + ".")
             continue
         made = item.default_factory
