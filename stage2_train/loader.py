@@ -1,0 +1,139 @@
+"""Rows of the plan as batches: reading ahead changes *when* a batch comes, never *what* it is.
+
+T tokens of a row, L stored states, D target width.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from shared.errors import DataError
+from stage2_train import noise
+from stage2_train.batch import Batch
+from stage2_train.config import LoaderConfig, TrainConfig
+from stage2_train.feed import Feed, read_sample
+from stage2_train.steps import Row, StepPlan
+
+
+class Loader:
+    """Reads, verifies and packs rows of a plan.
+
+    Args:
+        plan: which samples stand in which row.
+        reader: reads a sample; must be picklable with workers.
+        num_states: L, stored states a token.
+        hidden_size: D, width of a state.
+        mask_token_id: must not occur in any document.
+        config: workers and prefetch.
+    """
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        reader: Any,
+        *,
+        num_states: int,
+        hidden_size: int,
+        mask_token_id: int,
+        config: LoaderConfig,
+    ) -> None:
+        self.plan, self.mask_token_id = plan, mask_token_id
+        shape = (plan.batch.tokens_per_row, num_states, hidden_size)
+        self.feed = Feed(reader, shape, workers=config.workers, prefetch=config.prefetch)
+
+    def batches(self, rows: Iterable[Row]) -> Iterator[tuple[Row, Batch]]:
+        """Yields every row with its batch, in order.
+
+        The batch's hidden states live in a reused buffer: use or copy them before the next one.
+
+        Raises:
+            CorruptionError: a sample can't be read.
+            DataError: the mask token occurs in a document.
+        """
+        plan = self.plan
+
+        def tasks() -> Iterator[tuple[Row, tuple[str, ...], tuple[int, ...]]]:
+            for row in rows:
+                ids = tuple(plan.snapshot.ids[index] for index in row.samples)
+                yield row, ids, tuple(plan.num_tokens[list(row.samples)].tolist())
+
+        for row, tokens_T, hidden_TLD in self.feed.rows(tasks()):
+            masks = [plan.snapshot.mask(index) for index in row.samples]
+            ids = [plan.snapshot.ids[index] for index in row.samples]
+            yield (
+                row,
+                make_batch(ids, tokens_T, hidden_TLD, masks, plan.anchors(row), self.mask_token_id),
+            )
+
+    def close(self) -> None:
+        """Ends the reader processes."""
+        self.feed.close()
+
+    def __enter__(self) -> "Loader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def make_batch(
+    ids: list[str],
+    tokens_T: np.ndarray,
+    hidden_TLD: np.ndarray,
+    masks: list[np.ndarray],
+    anchors: list[np.ndarray],
+    mask_token_id: int | None,
+) -> Batch:
+    """A packed row from what was read; shares memory with `hidden_TLD` (uint16 bits of bfloat16).
+
+    Raises:
+        DataError: the mask token occurs in a document.
+    """
+    ends = np.cumsum([len(mask) for mask in masks])
+    found = np.flatnonzero(tokens_T == (-1 if mask_token_id is None else mask_token_id))
+    if len(found):
+        document = int(np.searchsorted(ends, found[0], side="right"))
+        raise DataError(
+            f"the mask token (id {mask_token_id}) occurs in the text",
+            where=f"sample {ids[document]}",
+            do="Choose a token that the data never uses with drafter.mask_token_id",
+        )
+    bits_TLD = torch.from_numpy(np.require(hidden_TLD, requirements="CW").view(np.int16))
+    return Batch.pack(
+        ids,
+        [torch.from_numpy(part) for part in np.split(tokens_T, ends[:-1])],
+        torch.from_numpy(np.require(hidden_TLD, requirements="CW").view(np.int16)).view(
+            torch.bfloat16
+        ),
+        [torch.from_numpy(np.asarray(mask, dtype=bool)) for mask in masks],
+        [torch.from_numpy(anchor_N) for anchor_N in anchors],
+    )
+
+
+class RamReader:
+    """All samples of a snapshot in memory: the trainer's input without disk and codec."""
+
+    def __init__(self, reader: Any, ids: Iterable[str]) -> None:
+        self.samples = {name: tuple(np.array(part) for part in reader.read(name)) for name in ids}
+
+    def read(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """(input_ids int32 [T], hidden uint16 [T, L, D])."""
+        return self.samples[name]
+
+
+def heldout_batches(
+    snapshot: Any, reader: Any, cfg: TrainConfig, mask_token_id: int | None = None
+) -> Iterator[Batch]:
+    """The held-out split, one document a row, with anchors that no seed changes.
+
+    Documents without a position to predict have nothing to measure and are left out.
+    """
+    for index in np.asarray(snapshot.indices("heldout")).tolist():
+        mask, name = snapshot.mask(index), snapshot.ids[index]
+        most, block = cfg.batch.anchors_per_sample, cfg.drafter.block_size
+        anchor_N = noise.anchors(0, noise.HELDOUT_EPOCH, name, mask, most, block)
+        if len(anchor_N):
+            tokens_T, hidden_TLD = read_sample(reader, name, len(mask), None)
+            yield make_batch([name], tokens_T, hidden_TLD, [mask], [anchor_N], mask_token_id)
