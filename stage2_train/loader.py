@@ -104,9 +104,7 @@ def make_batch(
     return Batch.pack(
         ids,
         [torch.from_numpy(part) for part in np.split(tokens_T, ends[:-1])],
-        torch.from_numpy(np.require(hidden_TLD, requirements="CW").view(np.int16)).view(
-            torch.bfloat16
-        ),
+        bits_TLD.view(torch.bfloat16),
         [torch.from_numpy(np.asarray(mask, dtype=bool)) for mask in masks],
         [torch.from_numpy(anchor_N) for anchor_N in anchors],
     )
