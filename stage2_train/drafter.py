@@ -1,0 +1,200 @@
+"""The block-diffusion drafter: masked blocks are filled in one pass from the target's states.
+
+A block starts at an anchor token a: the embeddings of [x_a, MASK, …] become hidden states whose
+slot k predicts token a+k through the target's own head. Context features come from the target's
+states at the tapped layers. Embedding and head are the target's, frozen, and passed in: they are
+not parameters of the drafter.
+
+Letters: T context tokens, L tapped states, D width, N anchors, B block size.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from shared.errors import ConfigError
+from stage2_train.attention import BlockAttention, CacheState
+from stage2_train.config import DrafterConfig
+from stage2_train.geometry import Geometry
+from stage2_train.layers import MLP, Linear, RMSNorm
+from stage2_train.mixer import GDNMixer, MixerState
+
+LAYER_TYPES = ("linear_attention", "full_attention", "sliding_attention")
+
+
+class DrafterLayer(nn.Module):
+    """x += mixer(norm(x), context); x += MLP(norm(x))."""
+
+    def __init__(self, cfg: DrafterConfig, kind: str, hidden_size: int) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(hidden_size, cfg.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(hidden_size, cfg.rms_norm_eps)
+        self.mlp = MLP(hidden_size, cfg.intermediate_size)
+        if kind == "linear_attention":
+            self.linear_attn = GDNMixer(
+                hidden_size, cfg.linear_num_key_heads, cfg.linear_num_value_heads,
+                cfg.linear_key_head_dim, cfg.linear_value_head_dim, cfg.conv_kernel_size,
+                cfg.rms_norm_eps,
+            )  # fmt: skip
+        else:
+            self.self_attn = BlockAttention(
+                hidden_size, cfg.num_attention_heads, cfg.num_key_value_heads, cfg.head_dim,
+                cfg.rope_theta, cfg.rms_norm_eps,
+                cfg.sliding_window if kind == "sliding_attention" else None,
+            )  # fmt: skip
+
+    @property
+    def mixer(self) -> GDNMixer | BlockAttention:
+        return self.linear_attn if hasattr(self, "linear_attn") else self.self_attn
+
+    def forward(self, x_NBD, context_TD, geometry: Geometry) -> torch.Tensor:
+        x_NBD = x_NBD + self.mixer(self.input_layernorm(x_NBD), context_TD, geometry)
+        return x_NBD + self.mlp(self.post_attention_layernorm(x_NBD))
+
+    def draft(self, state, x_1BD) -> torch.Tensor:
+        x_1BD = x_1BD + self.mixer.draft(state, self.input_layernorm(x_1BD))
+        return x_1BD + self.mlp(self.post_attention_layernorm(x_1BD))
+
+
+@dataclass
+class DraftState:
+    """What drafting needs of the accepted tokens, one entry a layer. There is no rollback: only
+    accepted tokens ever enter."""
+
+    layers: list[MixerState | CacheState]
+    num_tokens: int = 0
+
+
+class Drafter(nn.Module):
+    """The trainable part: `fc`, the layers and the final norm.
+
+    Args:
+        cfg: architecture.
+        num_states: L, tapped states that are read (a cached last hidden state is not one of them).
+        target_hidden: D of the target.
+
+    Raises:
+        ConfigError: sizes that don't fit together.
+    """
+
+    def __init__(self, cfg: DrafterConfig, num_states: int, target_hidden: int) -> None:
+        super().__init__()
+        _check(cfg, num_states, target_hidden)
+        self.cfg, self.num_states, self.hidden_size = cfg, num_states, target_hidden
+        self.compute_dtype: torch.dtype | None = None  # None: that of the weights
+        self.fc = Linear(num_states * target_hidden, target_hidden)
+        self.hidden_norm = RMSNorm(target_hidden, cfg.rms_norm_eps)
+        self.layers = nn.ModuleList(
+            DrafterLayer(cfg, kind, target_hidden) for kind in cfg.layer_types
+        )
+        self.norm = RMSNorm(target_hidden, cfg.rms_norm_eps)
+        for module in self.modules():
+            if isinstance(module, Linear):
+                nn.init.normal_(module.weight, std=cfg.init_std)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the layers compute in."""
+        return self.compute_dtype or self.fc.weight.dtype
+
+    def parts(self) -> dict:
+        """Parameter name -> Muon's parts (see `param_rules`), every matrix."""
+        from stage2_train.param_rules import whole
+
+        parts = {"fc.weight": whole("fc")}
+        for prefix, module in self.named_modules():
+            if isinstance(module, GDNMixer | BlockAttention | MLP):
+                parts.update({f"{prefix}.{name}": part for name, part in module.parts().items()})
+        return parts
+
+    def features(self, hidden_TLD) -> torch.Tensor:
+        """The target's states [T, >= L, D] to context features [T, D]."""
+        flat = hidden_TLD[:, : self.num_states].flatten(1)
+        return self.hidden_norm(self.fc(flat.to(self.dtype)))
+
+    def embed_blocks(self, token_N, embed) -> torch.Tensor:
+        """[x_a, MASK, …] as embeddings [N, B, D]; `embed`: the target's [vocabulary, D]."""
+        if self.cfg.mask_token_id is None:
+            raise ConfigError("the drafter has no mask token", where="drafter.mask_token_id")
+        block_NBD = embed[self.cfg.mask_token_id].expand(
+            len(token_N), self.cfg.block_size, self.hidden_size
+        )
+        return torch.cat([embed[token_N][:, None], block_NBD[:, 1:]], 1).to(self.dtype)
+
+    def forward(self, batch, embed) -> torch.Tensor:
+        """Hidden states behind the final norm, [N, B, D]; slot k predicts token anchor + k.
+
+        Args:
+            batch: a `Batch` (its hidden_TLD, input_ids_T, document_T, position_T and anchor_N).
+            embed: the target's input embedding [vocabulary, D].
+        """
+        geometry = Geometry.of(
+            batch.document_T, batch.position_T, batch.anchor_N,
+            block=self.cfg.block_size, chunk=self.cfg.chunk_size,
+        )  # fmt: skip
+        if not geometry.num_anchors:
+            return self.fc.weight.new_zeros(0, self.cfg.block_size, self.hidden_size)
+        context_TD = self.features(batch.hidden_TLD)
+        x_NBD = self.embed_blocks(batch.input_ids_T[batch.anchor_N], embed)
+        for layer in self.layers:
+            x_NBD = layer(x_NBD, context_TD, geometry)
+        return self.norm(x_NBD)
+
+    def new_state(self) -> DraftState:
+        """The state before the first token of a text."""
+        return DraftState([layer.mixer.new_state() for layer in self.layers])
+
+    @torch.no_grad()
+    def extend(self, state: DraftState, hidden_TLD) -> None:
+        """Takes in the target's states [T, >= L, D] of the next accepted tokens, in place."""
+        if not len(hidden_TLD):
+            return
+        context_TD = self.features(hidden_TLD)
+        for layer, layer_state in zip(self.layers, state.layers, strict=True):
+            layer.mixer.extend(layer_state, context_TD, self.cfg.chunk_size)
+        state.num_tokens += len(hidden_TLD)
+
+    @torch.no_grad()
+    def draft(self, state: DraftState, embeds_BD) -> torch.Tensor:
+        """Fills the block whose anchor is the token right behind the state's tokens.
+
+        Args:
+            embeds_BD: the target's embeddings of [anchor, MASK, …].
+
+        Returns:
+            [B, D]; slot k predicts the k-th token after the anchor.
+        """
+        x_1BD = embeds_BD[None].to(self.dtype)
+        for layer, layer_state in zip(self.layers, state.layers, strict=True):
+            x_1BD = layer.draft(layer_state, x_1BD)
+        return self.norm(x_1BD[0])
+
+
+def _check(cfg: DrafterConfig, num_states: int, target_hidden: int) -> None:
+    unknown = [kind for kind in cfg.layer_types if kind not in LAYER_TYPES]
+    if unknown or not cfg.layer_types:
+        raise ConfigError(
+            f"{unknown[0]!r} is no layer type" if unknown else "there are no layers",
+            where="drafter.layer_types", do=f"Choose from {', '.join(LAYER_TYPES)}",
+        )  # fmt: skip
+    if cfg.hidden_size not in (None, target_hidden):
+        raise ConfigError(
+            f"{cfg.hidden_size} is not the target's width {target_hidden}",
+            where="drafter.hidden_size", do="Leave it null: the embedding and head are shared",
+        )  # fmt: skip
+    if num_states < 1:
+        raise ConfigError("the cache holds no tapped states", where="drafter")
+    for many, few in (
+        ("num_attention_heads", "num_key_value_heads"),
+        ("linear_num_value_heads", "linear_num_key_heads"),
+    ):
+        if getattr(cfg, few) < 1 or getattr(cfg, many) % getattr(cfg, few):
+            raise ConfigError(
+                f"{getattr(cfg, many)} heads can't share {getattr(cfg, few)}",
+                where=f"drafter.{few}",
+            )
+    if cfg.block_size < 2:
+        raise ConfigError("a block needs at least one masked slot", where="drafter.block_size")
+    if cfg.head_dim % 2:
+        raise ConfigError("an odd head can't be rotated", where="drafter.head_dim")

@@ -1,0 +1,156 @@
+"""The drafter: what a block may see, its size, its incremental state."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from shared.config import compose
+from shared.errors import ConfigError
+from stage2_train import config
+from stage2_train.attention import attention_groups, block_mask, blocks_attend
+from stage2_train.drafter import Drafter
+from stage2_train.geometry import Geometry
+from stage2_train.param_rules import route
+
+VOCABULARY, WIDTH, STATES = 40, 32, 3
+TYPES = ["linear_attention", "full_attention", "sliding_attention", "linear_attention"]
+
+
+def tiny(layer_types=TYPES, **changes):
+    settings = {
+        "layer_types": list(layer_types), "intermediate_size": 48, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 4,
+        "block_size": 4, "sliding_window": 6, "chunk_size": 4, "mask_token_id": 39,
+        "init_std": 0.2,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    return Drafter(config.DrafterConfig(**settings | changes), STATES, WIDTH).double()
+
+
+def packed(lengths, anchors, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    total = sum(lengths)
+    return SimpleNamespace(
+        input_ids_T=torch.randint(0, 39, (total,), generator=generator),
+        hidden_TLD=torch.randn(total, STATES, WIDTH, generator=generator, dtype=torch.float64),
+        document_T=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
+        position_T=torch.cat([torch.arange(n) for n in lengths]),
+        anchor_N=torch.tensor(anchors),
+    )
+
+
+@pytest.fixture(scope="module")
+def embed():
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn(VOCABULARY, WIDTH, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("layer_types", [[kind] for kind in set(TYPES)] + [TYPES])
+def test_trap_22_block_sees_only_its_document_before_its_anchor(layer_types, embed):
+    drafter = tiny(layer_types)
+    batch = packed([10, 13], [3, 8, 14, 19])
+    batch.hidden_TLD.requires_grad_()
+    h_NBD = drafter(batch, embed)
+    for n, (start, anchor) in enumerate([(0, 3), (0, 8), (10, 14), (10, 19)]):
+        for slot in (0, 3):
+            (grad,) = torch.autograd.grad(h_NBD[n, slot].sum(), batch.hidden_TLD, retain_graph=True)
+            moved = grad.abs().amax((1, 2)) > 0
+            seen = torch.zeros(23, dtype=torch.bool)
+            seen[start:anchor] = True
+            assert not (moved & ~seen).any()
+            assert moved[anchor - 1]
+            if layer_types != ["sliding_attention"]:
+                assert moved[start:anchor].all()
+
+
+def test_trap_22_blocks_do_not_see_each_other(embed):
+    drafter = tiny()
+    batch = packed([10, 13], [3, 8, 14, 19])
+    before = drafter(batch, embed)
+    batch.input_ids_T[8] = (batch.input_ids_T[8] + 1) % 39
+    after = drafter(batch, embed)
+    assert torch.equal(before[[0, 2, 3]], after[[0, 2, 3]])
+    assert (before[1] - after[1]).abs().amax(-1).min() > 0
+
+
+def test_trap_07_packed_document_does_not_leak(embed):
+    drafter = tiny()
+    alone, together = packed([13], [4, 9]), packed([10, 13], [3, 8, 14, 19])
+    for name in ("input_ids_T", "hidden_TLD"):
+        setattr(alone, name, getattr(together, name)[10:].clone())
+    torch.testing.assert_close(
+        drafter(together, embed)[2:], drafter(alone, embed), rtol=1e-11, atol=1e-11
+    )
+    before = drafter(together, embed)
+    together.hidden_TLD[:10] = 1e3
+    assert torch.equal(drafter(together, embed)[2:], before[2:])
+
+
+@pytest.mark.parametrize("cuts", [[14], [1] * 14, [5, 1, 7, 1], [12, 2]])
+def test_incremental_drafting_equals_the_training_forward(cuts, embed):
+    drafter = tiny()
+    batch = packed([18], [14])
+    state, start = drafter.new_state(), 0
+    for size in cuts:
+        drafter.extend(state, batch.hidden_TLD[start : start + size])
+        drafter.draft(state, embed[[7, 39, 39, 39]])  # drafting changes nothing
+        start += size
+    h_BD = drafter.draft(state, embed[[int(batch.input_ids_T[14]), 39, 39, 39]])
+    torch.testing.assert_close(h_BD, drafter(batch, embed)[0], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_grouped_attention_equals_one_dense_mask(window):
+    batch = packed([40, 3, 30], [0, *range(2, 40, 2), 41, 44, 50, 51, 72])
+    geometry = Geometry.of(batch.document_T, batch.position_T, batch.anchor_N, block=4, chunk=4)
+    anchors = geometry.num_anchors
+    assert len(attention_groups(geometry, window)) > 3
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*size):
+        return torch.randn(*size, generator=generator, dtype=torch.float64)
+
+    q, kb, vb = (normal(2, anchors, 4, 8) for _ in range(3))
+    kc, vc = normal(2, 73, 8), normal(2, 73, 8)
+    mask = block_mask(geometry, 0, anchors, 0, 73, window)
+    dense = torch.nn.functional.scaled_dot_product_attention(
+        q.flatten(1, 2), torch.cat([kc, kb.flatten(1, 2)], 1),
+        torch.cat([vc, vb.flatten(1, 2)], 1), attn_mask=mask,
+    )  # fmt: skip
+    grouped = blocks_attend(q, kc, vc, kb, vb, geometry, window)
+    torch.testing.assert_close(grouped.flatten(1, 2), dense)
+
+
+def test_size_for_qwen3_6_27b():
+    cfg = compose("train", config.TrainConfig, ["drafter=qwen3_6_27b", "run_dir=x", "cache.root=x"])
+    with torch.device("meta"):
+        drafter = Drafter(cfg.drafter, 5, 5120)
+    count = sum(p.numel() for p in drafter.parameters())
+    assert abs(count - 1.731e9) < 1.731e6
+
+
+def test_every_matrix_has_its_parts():
+    drafter = tiny(linear_num_key_heads=16, linear_num_value_heads=16)
+    table = route(drafter.named_parameters(), drafter.parts())
+    assert {row.owner for row in table.rows} == {"muon", "adamw"}
+    owner = {row.name: row.owner for row in table.rows}
+    assert owner["layers.0.linear_attn.q_proj.weight"] == "muon"
+    assert owner["layers.0.linear_attn.b_proj.weight"] == "adamw"
+    assert owner["layers.0.linear_attn.q_conv1d.weight"] == "adamw"
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"layer_types": ["mamba"]}, "mamba"),
+        ({"layer_types": []}, "no layers"),
+        ({"num_key_value_heads": 3}, "share"),
+        ({"block_size": 1}, "slot"),
+        ({"hidden_size": 31}, "width"),
+    ],
+)
+def test_bad_sizes_are_named(changes, word):
+    with pytest.raises(ConfigError, match=word):
+        tiny(**changes)
