@@ -1,0 +1,156 @@
+"""The store: round trips, commits, snapshots, refusals."""
+
+import pickle
+
+import numpy as np
+import pytest
+from store_tools import SPEC, fill, rows_of, samples, states
+
+from shared.errors import CacheError, ConfigError, DataError, MismatchError
+from shared.sample import pack_mask, sample_id, unpack_mask
+from shared.spec import CaptureSpec
+from shared.store import Store, load_frozen
+
+CONTAINERS = ["zarr"]
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_samples_come_back_bit_for_bit(tmp_path, container):
+    store, truth = fill(tmp_path / "c", [[1, 63, 64, 65, 200], [128, 5]], container=container)
+    reader = pickle.loads(pickle.dumps(Store.open(tmp_path / "c").reader()))
+    for name, (ids_T, hidden_TLD) in truth.items():
+        read_T, read_TLD = reader.read(name)
+        assert read_T.dtype == np.int32
+        assert np.array_equal(read_T, ids_T)
+        assert np.array_equal(read_TLD, hidden_TLD)
+    assert set(store.committed()) == set(truth)
+    assert store.verify().ok
+
+
+def test_stock_zarr_reads_a_shard(tmp_path):
+    import zarr
+
+    store, truth = fill(tmp_path / "c", [[1, 63, 130]])
+    (name,) = store.shard_ids()
+    group = zarr.open_group(tmp_path / "c" / "shards" / name, mode="r")
+    attributes = dict(group.attrs)
+    for sample, start, size in zip(
+        *(attributes[k] for k in ("ids", "start", "num_tokens")), strict=True
+    ):
+        assert np.array_equal(group["hidden"][start : start + size], truth[sample][1])
+        assert np.array_equal(group["tokens"][start : start + size], truth[sample][0])
+
+
+def test_snapshot_round_trip(tmp_path):
+    store, truth = fill(tmp_path / "c", [[10, 20], [30]])
+    rows = rows_of(truth)
+    snapshot = store.write_snapshot(rows + rows[:1], {"max_tokens": 64}, name="first")
+    again = Store.open(tmp_path / "c").snapshot("first")
+    assert again.id == snapshot.id == store.resolve() == store.resolve(snapshot.id[:6])
+    assert again.ids == sorted(truth)
+    assert again.meta["max_tokens"] == 64
+    by_id = {row.id: row for row in rows}
+    for index, name in enumerate(again.ids):
+        row = by_id[name]
+        assert again.num_tokens[index] == row.num_tokens
+        assert again.split[index] == row.split
+        assert np.array_equal(again.mask(index), unpack_mask(row.mask, row.num_tokens))
+        assert again.num_supervised[index] == again.mask(index).sum()
+    assert sorted(again.rows(), key=lambda r: r.id) == sorted(rows, key=lambda r: r.id)
+    assert len(again.indices("train")) == 2
+    assert store.write_snapshot(rows[::-1], {}).id == snapshot.id
+
+
+def test_a_snapshot_refuses_what_is_not_committed(tmp_path):
+    store, truth = fill(tmp_path / "c", [[10]])
+    _, other = fill(tmp_path / "d", [[11]])
+    with pytest.raises(DataError, match="not in the cache"):
+        store.write_snapshot(rows_of(truth | other), {})
+
+
+def test_trap_12_another_spec_is_refused_and_each_field_named(tmp_path):
+    Store.create(tmp_path / "c", SPEC)
+    Store.create(tmp_path / "c", CaptureSpec.from_json(SPEC.to_json()))
+    changes = {
+        "weights": "x" * 32,
+        "layer_ids": (0, 2, 4),
+        "last_hidden": True,
+        "backend": {"attention": "eager"},
+        "hidden_size": 64,
+        "tap": "layer_input",
+    }
+    for field, value in changes.items():
+        other = CaptureSpec.from_json(SPEC.to_json() | {field: value})
+        with pytest.raises(MismatchError, match=field):
+            Store.create(tmp_path / "c", other)
+
+
+def test_trap_12_a_mask_change_makes_a_new_snapshot_and_keeps_the_old(tmp_path):
+    from dataclasses import replace
+
+    store, truth = fill(tmp_path / "c", [[10, 20, 30]])
+    rows = rows_of(truth)
+    old = store.write_snapshot(rows, {})
+    files = {p: p.read_bytes() for p in (tmp_path / "c" / "snapshots").glob(f"{old.id}*")}
+    changed = [replace(row, mask=pack_mask(np.ones(row.num_tokens))) for row in rows]
+    new = store.write_snapshot(changed, {})
+    assert new.id != old.id
+    assert all(path.read_bytes() == data for path, data in files.items())
+    assert store.snapshot(old.id).rows() == old.rows()
+
+
+def test_trap_13_ids_follow_content(tmp_path):
+    (_, a_T), (_, b_T) = samples([50, 50])
+    edited_T = b_T.copy()
+    edited_T[17] += 1
+    assert sample_id(edited_T) != sample_id(b_T)
+    assert sample_id(a_T) == sample_id(a_T.tolist()) == sample_id(a_T.astype(np.int64))
+    assert sample_id([1, 2, 3]) == "3a23880728429ca8143890fec62a5fc7"
+
+
+def test_refusals(tmp_path):
+    store, _ = fill(tmp_path / "c", [[10]])
+    (chosen,) = samples([10], seed=9)
+    with pytest.raises(ConfigError, match="no codec"):
+        store.write_shard([chosen], "zip", "zarr")
+    with pytest.raises(ConfigError, match="not the hash"):
+        store.write_shard([("0" * 32, chosen[1])], "lossless", "zarr")
+    with pytest.raises(DataError, match="no such sample"):
+        store.reader().read("0" * 32)
+    with pytest.raises(CacheError, match="not a cache"):
+        Store.open(tmp_path)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").write_text("x")
+    with pytest.raises(CacheError, match="not a cache"):
+        Store.create(tmp_path / "full", SPEC)
+    for ref in ("latest", "abcd", "../cache"):
+        with pytest.raises(CacheError):
+            store.snapshot(ref)
+    writer = store.write_shard([chosen], "lossless", "zarr")
+    with pytest.raises(ValueError, match="uint16"), writer:
+        writer.append(chosen[0], np.zeros((10, 3, 96), np.int16))
+    assert len(store.shard_ids()) == 1
+    assert sorted(p.name for p in (tmp_path / "c" / "shards").iterdir() if "tmp" in p.name) == []
+
+
+def test_trap_16_a_chunk_over_two_gib_is_refused_before_the_run(tmp_path):
+    store = Store.create(tmp_path / "c", CaptureSpec("w", "Wide", tuple(range(4)), 1 << 22))
+    (chosen,) = samples([3])
+    with pytest.raises(ConfigError, match="limit"):
+        store.write_shard([chosen], "lossless", "zarr")
+
+
+def test_target_assets(tmp_path):
+    import torch
+
+    store, _ = fill(tmp_path / "c", [[10]])
+    embed = torch.randn(20, 96).bfloat16()
+    store.write_target_assets(embed, None, {"tied": True})
+    loaded, head = load_frozen(store)
+    assert loaded is head
+    assert torch.equal(loaded, embed)
+    assert store.target_assets().info == {"tied": True}
+    with pytest.raises(MismatchError):
+        store.write_target_assets(embed + 1, None, {"tied": True})
+    assert store.verify().ok
+    assert states(3).shape == (3, 3, 96)
