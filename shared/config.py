@@ -96,6 +96,36 @@ def to_plain(config: Any) -> Any:
     return config
 
 
+def typed(schema: type, plain: dict[str, Any], *, where: object = None) -> Any:
+    """The inverse of `to_plain`: an instance of `schema` from a stored configuration.
+
+    Keys that this version no longer knows are left out; keys it adds take their defaults.
+
+    Raises:
+        ConfigError: a value doesn't fit its key.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        known = _known_keys(schema, plain)
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), known))
+    except (OmegaConfBaseException, ValueError, TypeError) as error:
+        raise ConfigError(_first_lines(error), where=where) from None
+
+
+def _known_keys(schema: type, plain: dict[str, Any]) -> dict[str, Any]:
+    hints = get_type_hints(schema)
+    kept: dict[str, Any] = {}
+    for key, value in plain.items():
+        kind = hints.get(key)
+        if kind is None:
+            continue
+        nested = is_dataclass(kind) and isinstance(value, dict)
+        kept[key] = _known_keys(kind, value) if nested else value
+    return kept
+
+
 def describe(schema: type, prefix: str = "") -> list[tuple[str, str, str]]:
     """Rows (key, default, meaning) of a schema, nested keys dotted, for `--help`."""
     rows = []

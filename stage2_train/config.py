@@ -104,6 +104,9 @@ class OptimizerConfig:
     scale: MuonScale = opt(MuonScale.moonlight, "muon: shape factor")
     target_rms: float = opt(0.2, "muon: update RMS under scale=moonlight")
     head_group: int = opt(1, "muon: heads orthogonalised together; 0: the whole projection")
+    muon_dtype: Dtype | None = opt(
+        None, "muon: dtype of the multiplications; null: bfloat16 where the device multiplies it"
+    )
 
 
 @dataclass
@@ -113,8 +116,11 @@ class ScheduleConfig:
     name: ScheduleName = opt(ScheduleName.cosine, "shape after the warmup")
     warmup: float = opt(0.04, "linear warmup: a share of the steps (<1) or a number of steps")
     floor: float = opt(0.0, "lowest factor of cosine and wsd")
-    decay: float = opt(0.2, "wsd: share of the steps spent in cooldown")
+    decay: float = opt(0.2, "wsd: cooldown, a share of the steps (<1) or a number of steps")
     cooldown: Cooldown = opt(Cooldown.one_minus_sqrt, "wsd: shape of the cooldown")
+    milestones: list[float] = opt([0.8, 0.9], "multistep: shares of the steps after which lr drops")
+    drop: float = opt(0.316, "multistep: factor of each drop")
+    horizon: int | None = opt(None, "steps that the schedule is laid out for; null: the run's")
 
 
 @dataclass
@@ -194,7 +200,19 @@ class EvalConfig:
     decode: bool = opt(True, "speculative decoding against the target on held-out prompts")
     max_prompts: int | None = opt(None, "most prompts decoded; null: all held-out ones")
     max_new_tokens: int = opt(64, "tokens decoded a prompt")
+    temperature: float = opt(0.0, "0: greedy; above it: verification by sampling")
+    again: bool = opt(False, "measure again although eval.json is up to date")
     device: str = opt("auto", "auto, cpu, cuda, cuda:N")
+
+
+class DecideBy(Enum):
+    """Metrics that can decide a comparison."""
+
+    heldout_loss = "heldout_loss"
+    real_acceptance = "real_acceptance"
+    estimated_acceptance = "estimated_acceptance"
+    accuracy = "accuracy"
+    final_loss = "final_loss"
 
 
 @dataclass
@@ -204,4 +222,9 @@ class CompareConfig:
     runs: list[str] = opt(MISSING, "run directories; the first is the baseline")
     report: str = opt("report.html", "the HTML report to write")
     summary: str | None = opt(None, "also write the numbers as JSON here")
+    record: str | None = opt(None, "also write a dated decision record (Markdown) here")
+    question: str | None = opt(None, "the question, as the decision record states it")
     confidence: float = opt(0.95, "level of the intervals")
+    decide_by: DecideBy = opt(DecideBy.heldout_loss, "the metric that the verdict is about")
+    tolerance: float = opt(0.0, "smallest difference of that metric that matters")
+    allow_codec: bool = opt(False, "compare runs although their caches' codecs differ")
