@@ -68,7 +68,7 @@ def stacked(pieces: Sequence[tuple[str, int, int]]) -> Parts:
 
 
 def interleaved(roles: Sequence[str], rows: int, heads: int = 1) -> Parts:
-    """Row-interleaved storage: row i belongs to roles[i % len(roles)]; `rows` counts each role's."""
+    """Row-interleaved storage: row i is of roles[i % len(roles)]; each role has `rows` rows."""
     stride = len(roles)
     return tuple(Part(role, i, rows * stride, stride, heads) for i, role in enumerate(roles))
 
@@ -142,9 +142,7 @@ def blocks(parts: Parts, head_group: int = 1) -> list[Block]:
     result = []
     for role, slices in heads.items():
         size = head_group or len(slices)
-        result += [
-            Block(role, _merge(slices[i : i + size])) for i in range(0, len(slices), size)
-        ]
+        result += [Block(role, _merge(slices[i : i + size])) for i in range(0, len(slices), size)]
     return result
 
 
@@ -258,7 +256,9 @@ def _owner(name: str, shape: tuple[int, ...], declared, muon: bool) -> Route:
         return Route(name, shape, "adamw", (), declared.reason)
     if len(shape) != 2:
         if declared is not None:
-            raise ConfigError(f"parts are declared for {len(shape)}-D {name}; only matrices have any")
+            raise ConfigError(
+                f"parts are declared for {len(shape)}-D {name}; only matrices have any"
+            )
         return Route(name, shape, "adamw", (), f"{len(shape)}-D")
     resolved = () if declared is None else resolve(name, declared, shape[0])
     if min(shape) < MIN_DIM:
