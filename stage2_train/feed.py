@@ -57,32 +57,30 @@ def _attach(duplicate: Any, num_bytes: int) -> SharedBlock:
 
 
 def read_sample(
-    reader: Any, name: str, length: int, state_shape: tuple[int, ...] | None
+    reader: Any, name: str, length: int, out: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Reads one document and holds it against what the snapshot says.
 
     Args:
-        reader: `read(id) -> (input_ids int32 [T], hidden uint16 [T, L, D])`.
+        reader: `read(id, out) -> (input_ids int32 [T], hidden uint16 [T, L, D])`.
         name: the sample id.
         length: the tokens that the snapshot says it has.
-        state_shape: (L, D); None takes what is there.
+        out: uint16 [length, L, D] to decode into.
 
     Raises:
         CorruptionError: the cache can't be read or holds something else.
     """
     try:
-        input_ids, hidden = reader.read(name)
+        input_ids, hidden = reader.read(name, out)
     except DrafttapeError:
         raise
     except (OSError, ValueError, KeyError, EOFError) as error:
         raise CorruptionError(
             f"can't be read ({type(error).__name__}: {error})", where=f"sample {name}", do=VERIFY
         ) from None
-    state_shape = hidden.shape[1:] if state_shape is None else state_shape
-    if len(input_ids) != length or hidden.shape != (length, *state_shape):
+    if len(input_ids) != length or len(hidden) != length:
         raise CorruptionError(
-            f"has {len(input_ids)} tokens and states {hidden.shape}, the snapshot says "
-            f"{(length, *state_shape)}",
+            f"has {len(input_ids)} tokens and {len(hidden)} states, the snapshot says {length}",
             where=f"sample {name}",
             do=VERIFY,
         )
@@ -103,10 +101,8 @@ def read_row(
     """
     tokens, start = [], 0
     for name, length in zip(sample_ids, lengths, strict=True):
-        input_ids, hidden = read_sample(reader, name, length, out_TLD.shape[1:])
-        out_TLD[start : start + length] = hidden
+        tokens.append(read_sample(reader, name, length, out_TLD[start : start + length])[0])
         start += length
-        tokens.append(input_ids)
     return np.concatenate(tokens)
 
 

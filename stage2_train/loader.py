@@ -91,6 +91,7 @@ def make_batch(
     Raises:
         DataError: the mask token occurs in a document.
     """
+    tokens_T = np.require(tokens_T, requirements="CW")
     ends = np.cumsum([len(mask) for mask in masks])
     found = np.flatnonzero(tokens_T == (-1 if mask_token_id is None else mask_token_id))
     if len(found):
@@ -116,9 +117,13 @@ class RamReader:
     def __init__(self, reader: Any, ids: Iterable[str]) -> None:
         self.samples = {name: tuple(np.array(part) for part in reader.read(name)) for name in ids}
 
-    def read(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """(input_ids int32 [T], hidden uint16 [T, L, D])."""
-        return self.samples[name]
+    def read(self, name: str, out: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """(input_ids int32 [T], hidden uint16 [T, L, D], in `out` when it is given)."""
+        tokens, hidden = self.samples[name]
+        if out is None:
+            return tokens, hidden
+        out[:] = hidden
+        return tokens, out
 
 
 def heldout_batches(
@@ -133,5 +138,5 @@ def heldout_batches(
         most, block = cfg.batch.anchors_per_sample, cfg.drafter.block_size
         anchor_N = noise.anchors(0, noise.HELDOUT_EPOCH, name, mask, most, block)
         if len(anchor_N):
-            tokens_T, hidden_TLD = read_sample(reader, name, len(mask), None)
+            tokens_T, hidden_TLD = read_sample(reader, name, len(mask))
             yield make_batch([name], tokens_T, hidden_TLD, [mask], [anchor_N], mask_token_id)

@@ -1,0 +1,326 @@
+"""The word `train`: wires a run from its configuration. The only file that knows every part."""
+
+import copy
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from shared.config import Dtype, to_plain
+from shared.errors import ConfigError, DataError, MismatchError
+from shared.fs import Lock, disk_errors, write_atomic
+from shared.log import say
+from shared.record import RunRecord, code_state, differences, machine, read_record, versions
+from shared.spec import CaptureSpec
+from shared.store import Store, load_frozen
+from stage2_train import checkpoint, trainer
+from stage2_train.config import DrafterConfig, TrainConfig
+from stage2_train.drafter import Drafter
+from stage2_train.heldout import heldout
+from stage2_train.loader import Loader, heldout_batches
+from stage2_train.optimizers import build_optimizer
+from stage2_train.ranks import Ranks
+from stage2_train.schedule import build_schedule
+from stage2_train.steps import StepPlan
+
+# Keys that say where and when something happens, never what the optimizer sees.
+NEUTRAL = (
+    "run_dir", "device", "loader", "cache.root", "trainer.tensorboard", "trainer.keep",
+    "trainer.checkpoint_every", "trainer.eval_every", "trainer.max_bad_steps",
+)  # fmt: skip
+
+
+def train(cfg: TrainConfig) -> int:
+    """The word `train`. Returns the exit code."""
+    result = train_run(cfg)
+    if result:
+        say(_sentence(cfg.run_dir, result))
+    return 0
+
+
+def train_run(cfg: TrainConfig) -> dict[str, Any]:
+    """Trains, or goes on with, the run in `cfg.run_dir`; a finished one is only reported.
+
+    Returns:
+        The run's result; empty on ranks other than the first.
+
+    Raises:
+        ConfigError, DataError, CacheError: the run can't begin; nothing has been written.
+        MismatchError: the directory holds a run of another configuration or snapshot.
+        TrainingError, CorruptionError, Interrupted: see `trainer.run`.
+    """
+    run_dir, device = Path(cfg.run_dir), resolve_device(cfg.device)
+    ranks, lock = Ranks(device), None
+    try:
+        source = open_source(cfg)
+        record = begin(source, run_dir)
+        if record.result:
+            return record.result | {"was_finished": True}
+        if ranks.is_main:
+            lock = _lock(run_dir)
+        ranks.barrier()
+        with assemble(source, record, run_dir, device, ranks) as job:
+            result = trainer.run(job)
+        if not ranks.is_main:
+            return {}
+        record.result = result
+        record.write(run_dir)
+        return result
+    finally:
+        if lock is not None:
+            lock.release()
+        ranks.close()
+
+
+@dataclass
+class Source:
+    """What a run replays: the cache, its snapshot, the plan, and the configuration made whole."""
+
+    cfg: TrainConfig
+    store: Store
+    snapshot: Any
+    plan: StepPlan
+    steps: int
+    total_rows: int | None
+    codecs: list[str]
+
+
+def open_source(cfg: TrainConfig) -> Source:
+    """Opens the cache, fills in what the configuration leaves to it, and plans the steps.
+
+    Raises:
+        CacheError, DataError, MismatchError: the cache can't be replayed.
+        ConfigError: no mask token, no step, an impossible batch.
+    """
+    cfg = copy.deepcopy(cfg)
+    store = Store.open(cfg.cache.root)
+    snapshot = store.snapshot(cfg.cache.snapshot)
+    cfg.cache.snapshot = snapshot.id
+    if snapshot.spec_digest != store.spec.digest:
+        raise MismatchError(
+            "the snapshot is of another capture spec than the cache",
+            where=f"snapshot {snapshot.id} in {store.root}",
+        )
+    index = store.committed()
+    present, shard_numbers = index.shards_of(snapshot.id_bytes)
+    if not present.all():
+        missing = np.flatnonzero(~present)
+        raise DataError(
+            f"{len(missing)} of {len(snapshot)} samples are not in the cache, the first is "
+            f"{snapshot.ids[missing[0]]}",
+            where=f"snapshot {snapshot.id} in {store.root}",
+            do="Extract the data set into this cache again; only what is missing is run",
+        )
+    shards = [index.shard_ids[number] for number in np.unique(shard_numbers)]
+    cfg.drafter.mask_token_id = mask_token(cfg.drafter, store.target_assets().info)
+    cfg.drafter.hidden_size = cfg.drafter.hidden_size or store.spec.hidden_size
+    if cfg.trainer.dtype is Dtype.float16:
+        raise ConfigError(
+            "float16 needs loss scaling, which isn't there",
+            where="trainer.dtype",
+            do="Choose bfloat16 or float32",
+        )
+    plan = StepPlan(snapshot, cfg.batch, seed=cfg.seed, block=cfg.drafter.block_size)
+    asked = cfg.trainer
+    steps = plan.total_steps(steps=asked.steps, epochs=asked.epochs)
+    total_rows = plan.total_rows(asked.epochs) if asked.steps is None else None
+    codecs = sorted({store.shard(name).codec for name in shards})
+    return Source(cfg, store, snapshot, plan, steps, total_rows, codecs)
+
+
+def mask_token(drafter: DrafterConfig, info: dict[str, Any]) -> int:
+    """The id of MASK: explicit or recorded in the cache, never guessed.
+
+    Raises:
+        ConfigError: none is known, or it has another use.
+    """
+    where = "drafter.mask_token_id"
+    choice = "Choose a token of the target's vocabulary that never occurs in the data"
+    token = drafter.mask_token_id
+    token = info.get("mask_token_id") if token is None else token
+    if token is None:
+        raise ConfigError("the cache names no mask token", where=where, do=choice)
+    if not 0 <= token < info["vocab_size"]:
+        raise ConfigError(
+            f"{token} is outside the vocabulary of {info['vocab_size']}", where=where, do=choice
+        )
+    taken = {int(token_id) for token_id in info.get("eos_token_ids") or []}
+    for name in ("pad_token_id", "bos_token_id"):
+        if info.get(name) is not None:
+            taken.add(int(info[name]))
+    if token in taken:
+        raise ConfigError(
+            f"{token} ends, begins or pads text, so it can't stand for MASK", where=where, do=choice
+        )
+    return int(token)
+
+
+def begin(source: Source, run_dir: Path) -> RunRecord:
+    """The record of the run that is there, or a new one.
+
+    Raises:
+        MismatchError: the directory holds a run of another configuration, snapshot or plan.
+    """
+    config = to_plain(source.cfg)
+    record = RunRecord(
+        config=config,
+        snapshot=source.snapshot.id,
+        spec_digest=source.store.spec.digest,
+        codecs=source.codecs,
+        plan=source.plan.key,
+        steps=source.steps,
+        start_digest=source.plan.start_digest().hex(),
+    )
+    if not (run_dir / "run.json").exists():
+        return record
+    there = read_record(run_dir)
+    changed = [
+        row
+        for row in differences(there.config, config)
+        if not any(row[0] == key or row[0].startswith(key + ".") for key in NEUTRAL)
+    ]
+    for key in ("spec_digest", "codecs", "start_digest"):
+        if not changed and getattr(there, key) != getattr(record, key):
+            changed.append((key, getattr(there, key), getattr(record, key)))
+    if changed:
+        named = "; ".join(f"{key} was {old!r}, is {new!r}" for key, old, new in changed)
+        raise MismatchError(
+            f"a run of another configuration is there ({named})",
+            where=run_dir,
+            do="Choose another run_dir, or give the run's own values",
+        )
+    return there
+
+
+@contextmanager
+def assemble(
+    source: Source, record: RunRecord, run_dir: Path, device: torch.device, ranks: Ranks
+) -> Iterator[trainer.Job]:
+    """Builds the parts of a run and ends its reader processes at exit."""
+    cfg, store, spec = source.cfg, source.store, source.store.spec
+    token = cfg.drafter.mask_token_id
+    assert token is not None  # open_source filled it in
+    loader = Loader(
+        source.plan,
+        store.reader(),
+        num_states=spec.num_states,
+        hidden_size=spec.hidden_size,
+        mask_token_id=token,
+        config=cfg.loader,
+    )
+    with loader:
+        drafter = build_drafter(cfg.drafter, spec, cfg.init_seed).to(device)
+        compute = torch.bfloat16 if cfg.trainer.dtype is Dtype.bfloat16 else torch.float32
+        drafter.compute_dtype = compute
+        embed, head = frozen(store, device, compute)
+        named = list(drafter.named_parameters())
+        optimizer = build_optimizer(cfg.optimizer, named, drafter.parts())
+        factor = build_schedule(cfg.schedule, cfg.schedule.horizon or source.steps)
+        reader = store.reader()
+
+        def measure() -> dict[str, Any]:
+            batches = heldout_batches(source.snapshot, reader, cfg, token)
+            block = cfg.drafter.block_size
+            return heldout(drafter, batches, embed, head, cfg.loss, block, device=device)
+
+        counts = {"trainable": sum(p.numel() for _, p in named if p.requires_grad)}
+        for row in optimizer.routing.rows:
+            counts[row.owner] = counts.get(row.owner, 0) + math.prod(row.shape)
+        record.parameters, record.code, record.versions = counts, code_state(), versions()
+        newest = checkpoint.steps(run_dir)
+        record.sessions.append(
+            {"from_step": newest[-1] if newest else 0, "ranks": ranks.world} | machine(str(device))
+        )
+        if ranks.is_main:
+            record.write(run_dir)
+            write_atomic(run_dir / "routing.txt", optimizer.routing.text().encode() + b"\n")
+        yield trainer.Job(
+            cfg=cfg,
+            run_dir=run_dir,
+            record=record,
+            plan=source.plan,
+            steps=source.steps,
+            total_rows=source.total_rows,
+            loader=loader,
+            reader=reader,
+            drafter=drafter,
+            embed=embed,
+            head=head,
+            optimizer=optimizer,
+            factor=factor,
+            heldout=measure if len(source.snapshot.indices("heldout")) else None,
+            device=device,
+            ranks=ranks,
+        )
+
+
+def build_drafter(cfg: DrafterConfig, spec: CaptureSpec, init_seed: int) -> Drafter:
+    """A drafter with initial weights that `init_seed` alone decides; float32, on the CPU.
+
+    A cached last hidden state is for losses: it is not one of the states that are read.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(init_seed)
+        return Drafter(cfg, len(spec.layer_ids), spec.hidden_size)
+
+
+def frozen(
+    store: Store, device: torch.device, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(embedding, head) [V, D] of the target in the compute dtype; one tensor when tied."""
+    embed, head = load_frozen(store)
+    placed = embed.to(device, dtype)
+    return placed, placed if head is embed else head.to(device, dtype)
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` takes the local rank's GPU where there is one.
+
+    Raises:
+        ConfigError: no such device.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and "LOCAL_RANK" in os.environ:
+        name = f"cuda:{os.environ['LOCAL_RANK']}"
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"{name!r} can't be used ({reason})", where="device", do="Choose auto, cpu or cuda"
+        ) from None
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def _lock(run_dir: Path) -> Lock:
+    with disk_errors(run_dir):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock = Lock.take(run_dir / ".lock", wait=False)
+    if lock is None:
+        raise MismatchError("another process trains here", where=run_dir, do="Wait, or end it")
+    return lock
+
+
+def _sentence(run_dir: str, result: dict[str, Any]) -> str:
+    was = "was finished already" if result.get("was_finished") else "finished"
+    held = result.get("heldout") or {}
+    parts = [f"{result['step']} updates", f"loss {result['loss']:.4f}"]
+    if "heldout_loss" in held:
+        parts.append(f"held-out loss {held['heldout_loss']:.4f}")
+        parts.append(f"estimated acceptance {held['estimated_acceptance']:.3f}")
+    if result["skipped"]:
+        parts.append(f"{result['skipped']} updates skipped (not finite)")
+    seconds = max(result["seconds"], 1e-9)
+    parts.append(f"{result['tokens'] / seconds:.0f} tokens/s")
+    parts.append(f"{result['data_wait'] / seconds:.1%} of the time waiting for data")
+    return f"{run_dir} {was}: " + ", ".join(parts)

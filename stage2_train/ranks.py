@@ -1,0 +1,88 @@
+"""The processes of a run: one, or those that torchrun started.
+
+Every rank holds the whole drafter and computes every W-th row of a step. Gradients are summed once
+an update, after accumulation, in float32, in flat buckets; the loss has been divided by the step's
+global denominator, so a sum is all there is to do and the number of ranks changes nothing but
+rounding.
+"""
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+BUCKET = 1 << 26  # elements of one reduction (256 MiB of float32)
+
+
+class Ranks:
+    """This process among W.
+
+    Args:
+        device: "cpu" (gloo) or "cuda…" (nccl).
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.world = int(os.environ.get("WORLD_SIZE", "1"))
+        self.rank = int(os.environ.get("RANK", "0")) if self.world > 1 else 0
+        if self.world > 1:
+            import torch.distributed as dist
+
+            if not dist.is_initialized():
+                dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes files and shows progress."""
+        return self.rank == 0
+
+    def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Sums `.grad` over all ranks in place; a rank without rows takes part with zeros."""
+        if self.world == 1:
+            return
+        import torch.distributed as dist
+
+        gradients: list[torch.Tensor] = []
+        buckets: list[list[torch.Tensor]] = [[]]
+        size = 0
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradients.append(parameter.grad)
+        for gradient in gradients:
+            if buckets[-1] and size + gradient.numel() > BUCKET:
+                buckets.append([])
+                size = 0
+            buckets[-1].append(gradient)
+            size += gradient.numel()
+        for bucket in buckets:
+            flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+            dist.all_reduce(flat)
+            totals = flat.split([gradient.numel() for gradient in bucket])
+            for gradient, total in zip(bucket, totals, strict=True):
+                gradient.copy_(total.view_as(gradient))
+
+    def gather(self, value: Any) -> list[Any]:
+        """Small values of all ranks, in rank order, on every rank."""
+        if self.world == 1:
+            return [value]
+        import torch.distributed as dist
+
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value)
+        return values
+
+    def barrier(self) -> None:
+        """Waits for all ranks."""
+        if self.world > 1:
+            import torch.distributed as dist
+
+            dist.barrier()
+
+    def close(self) -> None:
+        """Leaves the group."""
+        if self.world > 1:
+            import torch.distributed as dist
+
+            if dist.is_initialized():
+                dist.destroy_process_group()

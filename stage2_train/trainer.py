@@ -1,0 +1,371 @@
+"""The training loop.
+
+An update, in order: accumulate the step's rows -> sum over ranks -> finite check -> global norm ->
+clip -> optimizer -> next learning rate. The loss of every row is divided by the weight of all
+supervised slots of the *step*, known from the plan before anything is read, so rows, micro-batches
+and ranks only group a sum. A run is a pure function of its record: stopping and going on from a
+checkpoint gives the same bits on the CPU.
+"""
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from shared.errors import Interrupted, TrainingError
+from shared.log import note, progress
+from shared.record import RunRecord
+from stage2_train import checkpoint
+from stage2_train.batch import Batch
+from stage2_train.config import TrainConfig
+from stage2_train.gradients import clip_gradients
+from stage2_train.loader import Loader
+from stage2_train.loss import block_loss, slot_weights
+from stage2_train.metrics import Metrics, step_flops
+from stage2_train.ranks import Ranks
+from stage2_train.steps import Row, StepPlan, chain
+
+TOTALS = ("tokens", "supervised", "blocks", "flops", "seconds", "data_wait", "skipped")
+
+
+@dataclass
+class Job:
+    """Everything the loop needs; `build.assemble` makes it.
+
+    Attributes:
+        cfg: the resolved configuration.
+        run_dir: where everything is written.
+        record: what is proven about the run.
+        plan: rows and denominators.
+        steps: planned updates.
+        total_rows: rows of the run; None when steps were given, not epochs.
+        loader: reads rows.
+        reader: reads one sample (to find what is wrong in it).
+        drafter: fp32 masters.
+        embed, head: the target's, frozen.
+        optimizer, factor: updates; learning-rate factor of a 0-based update.
+        heldout: measures the held-out split; None when there is none.
+        device, ranks: where this process computes, and among which.
+    """
+
+    cfg: TrainConfig
+    run_dir: Path
+    record: RunRecord
+    plan: StepPlan
+    steps: int
+    total_rows: int | None
+    loader: Loader
+    reader: Any
+    drafter: Any
+    embed: torch.Tensor
+    head: torch.Tensor
+    optimizer: Any
+    factor: Callable[[int], float]
+    heldout: Callable[[], dict[str, Any]] | None
+    device: torch.device
+    ranks: Ranks
+
+
+@dataclass
+class Progress:
+    """What changes while a run goes on; saved in every checkpoint."""
+
+    step: int = 0
+    digest: bytes = b""
+    bad_in_row: int = 0
+    totals: dict[str, float] = field(default_factory=lambda: dict.fromkeys(TOTALS, 0))
+
+
+class StopSignals:
+    """Turns SIGTERM and the first Ctrl-C into a flag that is looked at between updates."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def __enter__(self) -> "StopSignals":
+        self._old = {
+            number: signal.signal(number, self._request)
+            for number in (signal.SIGTERM, signal.SIGINT)
+        }
+        return self
+
+    def _request(self, number: int, _: Any) -> None:
+        if self.requested and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.requested = True
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+
+
+def run(job: Job) -> dict[str, Any]:
+    """Trains to the planned number of updates, from the newest checkpoint if there is one.
+
+    Returns:
+        The run's result: steps, final loss, held-out numbers, totals, digest.
+
+    Raises:
+        TrainingError: a loss or gradient is not finite.
+        Interrupted: SIGTERM or Ctrl-C; a checkpoint has been saved.
+    """
+    state = restore(job)
+    metrics = Metrics(
+        job.run_dir,
+        state.step,
+        tensorboard=job.cfg.trainer.tensorboard,
+        is_main=job.ranks.is_main,
+    )
+    bar = progress(job.steps, "train", "step", initial=state.step, disable=not job.ranks.is_main)
+    batches = job.loader.batches(_rows(job, state.step))
+    last: dict[str, Any] = {}
+    try:
+        with StopSignals() as stop:
+            while state.step < job.steps:
+                last = update(job, state, batches, metrics)
+                bar.update()
+                bar.set_postfix_str(_postfix(last, state), refresh=False)
+                stopping = any(job.ranks.gather(stop.requested))
+                done = state.step == job.steps
+                due = _due(job, state.step)
+                measured = _measure(job, state, metrics) if due and job.ranks.is_main else None
+                every = job.cfg.trainer.checkpoint_every
+                if due or done or stopping or (every and state.step % every == 0):
+                    save(job, state, last, measured)
+                if stopping and not done:
+                    raise Interrupted(
+                        f"stopped after update {state.step} of {job.steps}; it is saved",
+                        where=job.run_dir,
+                        do="The same command goes on",
+                    )
+    finally:
+        bar.close()
+        metrics.close()
+    saved = checkpoint.load_state(checkpoint.find(job.run_dir, "last"))
+    return {
+        "step": state.step,
+        "loss": saved["line"]["loss"],
+        "digest": state.digest.hex(),
+        "heldout": saved["heldout"],
+        **state.totals,
+    }
+
+
+def _rows(job: Job, start: int) -> Iterator[Row]:
+    for step in range(start, job.steps):
+        yield from job.plan.step(step, job.total_rows)[job.ranks.rank :: job.ranks.world]
+
+
+def update(
+    job: Job, state: Progress, batches: Iterator[tuple[Row, Batch]], metrics: Metrics
+) -> dict[str, Any]:
+    """One update: all rows of the next step, then the optimizer. Advances `state`."""
+    began = time.perf_counter()
+    cfg, plan, block = job.cfg, job.plan, job.plan.block
+    rows = plan.step(state.step, job.total_rows)
+    mine = rows[job.ranks.rank :: job.ranks.world]
+    counts_K = plan.slot_counts(rows)
+    weights_K = slot_weights(torch.ones(1, block - 1, dtype=torch.float64), cfg.loss.gamma)[0]
+    denominator = float(weights_K @ torch.from_numpy(counts_K).double())
+    job.optimizer.zero_grad(set_to_none=True)
+    wait, tokens, blocks = 0.0, 0, 0
+    digests: list[bytes] = []
+    losses: list[torch.Tensor] = []
+    correct: list[torch.Tensor] = []
+    for _ in mine:
+        asked = time.perf_counter()
+        _, batch = next(batches)
+        wait += time.perf_counter() - asked
+        digests.append(batch.digest(block))
+        tokens, blocks = tokens + batch.num_tokens, blocks + batch.num_anchors
+        batch = batch.to(job.device, non_blocking=True)
+        loss, stats = forward(job, batch, denominator)
+        if loss.requires_grad:
+            loss.backward()
+        losses.append(loss.detach().double())
+        correct.append(stats["correct"].sum().double() if stats else losses[-1].new_zeros(()))
+    named = list(job.drafter.named_parameters())
+    job.ranks.sum_gradients(parameter for _, parameter in named if parameter.requires_grad)
+    local = torch.stack([*losses, *correct]).tolist() if losses else []
+    shares = job.ranks.gather((digests, local[: len(mine)], local[len(mine) :], tokens, blocks))
+    by_row = _interleave([share[0] for share in shares]), _interleave([s[1] for s in shares])
+    loss_value = float(np.sum(by_row[1]))
+    report = clip_gradients(named, cfg.trainer.clip.value, cfg.trainer.clip_norm)
+    finite = bool(np.isfinite(loss_value)) and not report.nonfinite
+    factor = job.factor(state.step)
+    job.optimizer.set_lr(factor)
+    state.digest = chain(state.digest, by_row[0])
+    if finite:
+        job.optimizer.step(checked=True)
+        state.bad_in_row = 0
+    else:
+        state.bad_in_row += 1
+        state.totals["skipped"] += 1
+        _explain(job, state, rows, by_row[1], report.nonfinite)
+    state.step += 1
+    totals = state.totals
+    totals["tokens"] += sum(share[3] for share in shares)
+    totals["blocks"] += sum(share[4] for share in shares)
+    totals["supervised"] += int(counts_K.sum())
+    totals["flops"] += step_flops(
+        job.drafter,
+        job.head,
+        tokens=sum(share[3] for share in shares),
+        blocks=sum(share[4] for share in shares),
+        block=block,
+    )
+    totals["data_wait"] += wait
+    totals["seconds"] += time.perf_counter() - began
+    right = float(np.sum([np.sum(share[2]) for share in shares]))
+    line = {
+        "loss": loss_value,
+        "accuracy": right / max(1, int(counts_K.sum())),
+        "lr": job.optimizer.param_groups[0]["lr"],
+        "grad_norm": report.norm,
+        "clipped": report.clipped,
+        "epoch": rows[-1].epoch,
+    }
+    line |= {f"lr_{group['name']}": group["lr"] for group in job.optimizer.param_groups[1:]}
+    metrics.write(state.step, **line, **(totals | {"skipped": not finite}))
+    metrics.digest(state.step, state.digest)
+    if state.bad_in_row >= cfg.trainer.max_bad_steps:
+        raise TrainingError(
+            f"{state.bad_in_row} updates in a row had a non-finite loss or gradient, the last one "
+            f"update {state.step} with samples {_names(job, rows)}",
+            where=job.run_dir,
+            do="Lower the learning rate, or look at these samples; the last checkpoint is whole",
+        )
+    return line
+
+
+def forward(job: Job, batch: Batch, denominator: float) -> tuple[torch.Tensor, dict[str, Any]]:
+    """A row's part of the step's loss, and what its slots did.
+
+    A row without a slot that counts adds nothing and is not computed.
+    """
+    label_NK, counts_NK = batch.labels(job.plan.block)
+    if denominator == 0 or not batch.num_anchors:
+        return torch.zeros((), device=job.device), {}
+    h_NBD = job.drafter(batch, job.embed)
+    weight_NK = slot_weights(counts_NK, job.cfg.loss.gamma)
+    return block_loss(
+        h_NBD,
+        label_NK,
+        weight_NK,
+        job.head,
+        denominator=denominator,
+        chunk=job.cfg.loss.chunk,
+    )
+
+
+def _interleave(parts: list[list[Any]]) -> list[Any]:
+    """Rank r has rows r, r+W, …: back to the order of the rows."""
+    longest = max(map(len, parts))
+    return [part[i] for i in range(longest) for part in parts if i < len(part)]
+
+
+def _explain(
+    job: Job, state: Progress, rows: list[Row], losses: list[float], gradients: tuple[str, ...]
+) -> None:
+    """Says which samples and gradients are behind a skipped update.
+
+    Raises:
+        TrainingError: the stored states themselves are not finite.
+    """
+    bad = [row for row, loss in zip(rows, losses, strict=True) if not np.isfinite(loss)] or rows
+    for row in bad:
+        for index in row.samples:
+            name = job.plan.snapshot.ids[index]
+            hidden = job.reader.read(name)[1]
+            if ((np.asarray(hidden) & 0x7F80) == 0x7F80).any():
+                source = getattr(job.plan.snapshot, "source", None)
+                raise TrainingError(
+                    "its stored states are not finite"
+                    + (f" (from {source[index]})" if source is not None else ""),
+                    where=f"sample {name}",
+                    do="Extract into a new cache; stage one rejects such samples",
+                )
+    where = f", first in {gradients[0]}" if gradients else ""
+    note(
+        f"update {state.step + 1} skipped: the loss or a gradient is not finite{where}; "
+        f"samples {_names(job, bad)}"
+    )
+
+
+def _names(job: Job, rows: list[Row], most: int = 8) -> str:
+    names = [job.plan.snapshot.ids[index] for row in rows for index in row.samples]
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _postfix(line: dict[str, Any], state: Progress) -> str:
+    totals = state.totals
+    seconds = max(totals["seconds"], 1e-9)
+    return (
+        f"loss {line['loss']:.3f} lr {line['lr']:.1e} {totals['tokens'] / seconds:.0f} tok/s "
+        f"wait {totals['data_wait'] / seconds:.0%}"
+    )
+
+
+def _due(job: Job, step: int) -> bool:
+    """Whether the held-out split is measured after this update."""
+    every = job.cfg.trainer.eval_every
+    return job.heldout is not None and (step == job.steps or bool(every and step % every == 0))
+
+
+def _measure(job: Job, state: Progress, metrics: Metrics) -> dict[str, Any]:
+    assert job.heldout is not None
+    measured = job.heldout()
+    measured = {key: value for key, value in measured.items() if key != "samples"}
+    metrics.write(state.step, **measured)
+    return measured
+
+
+def restore(job: Job) -> Progress:
+    """The state after the newest checkpoint, loaded into drafter and optimizer; or the start.
+
+    Raises:
+        CorruptionError: the checkpoint is damaged.
+        MismatchError: it belongs to another drafter or optimizer.
+    """
+    existing = checkpoint.steps(job.run_dir)
+    if not existing:
+        return Progress(digest=job.plan.start_digest())
+    path = job.run_dir / checkpoint.FOLDER / checkpoint.name_of(existing[-1])
+    model, optimizer, saved = checkpoint.load(path)
+    checkpoint.load_parameters(job.drafter, model, path)
+    job.optimizer.check_settings(saved["optimizer"])
+    job.optimizer.load_named_state(optimizer)
+    return Progress(
+        saved["step"], bytes.fromhex(saved["digest"]), saved["bad_in_row"], saved["totals"]
+    )
+
+
+def save(job: Job, state: Progress, line: dict[str, Any], measured: dict[str, Any] | None) -> None:
+    """Writes a checkpoint, marks it when it is the best, and deletes old ones."""
+    if job.ranks.is_main:
+        checkpoint.save(
+            job.run_dir,
+            state.step,
+            dict(job.drafter.named_parameters()),
+            job.optimizer.named_state(),
+            {
+                "digest": state.digest.hex(),
+                "bad_in_row": state.bad_in_row,
+                "totals": state.totals,
+                "optimizer": job.optimizer.settings(),
+                "line": line,
+                "heldout": measured,
+            },
+        )
+        loss = float("nan") if measured is None else measured["heldout_loss"]
+        if checkpoint.is_better(loss, checkpoint.best(job.run_dir)):
+            checkpoint.mark_best(job.run_dir, state.step, loss)
+        checkpoint.prune(job.run_dir, job.cfg.trainer.keep)
+        job.record.last = {"step": state.step, "digest": state.digest.hex()}
+        job.record.write(job.run_dir)
+    job.ranks.barrier()
