@@ -23,8 +23,11 @@ _BLOSC_MAX = (1 << 31) - 1 - 16
 class Codec(Protocol):
     """Encodes and decodes chunks of uint16 (the bits of bf16)."""
 
-    name: str
-    lossy: bool
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def lossy(self) -> bool: ...
 
     def zarr_codecs(self) -> list[dict[str, Any]]:
         """The array-to-bytes and bytes-to-bytes codecs, without the final crc32c."""

@@ -36,6 +36,9 @@ class SampleReader:
     """
 
     def __init__(self, store: "Store") -> None:
+        self._start(store)
+
+    def _start(self, store: "Store") -> None:
         self._store = store
         self._shards: OrderedDict[str, tuple[ShardInfo, ContainerReader]] = OrderedDict()
         self._pid = os.getpid()
@@ -45,7 +48,7 @@ class SampleReader:
         return {"store": self._store}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["store"])
+        self._start(state["store"])
 
     def _shard(self, sample: str) -> tuple[ShardInfo, ContainerReader, int]:
         if self._pid != os.getpid():

@@ -174,7 +174,8 @@ def decode_table(data: bytes, where: object) -> "pyarrow.Table":
     import pyarrow.parquet
 
     try:
-        table = pyarrow.parquet.read_table(pyarrow.BufferReader(data))
+        # One thread: pyarrow's pool, still starting when a short command ends, aborts the process.
+        table = pyarrow.parquet.ParquetFile(pyarrow.BufferReader(data)).read(use_threads=False)
     except (pyarrow.ArrowException, OSError) as error:
         raise CorruptionError(f"the table can't be read ({error})", where=where) from None
     wanted = ["id", "num_tokens", "num_supervised", "mask", "split", "source", "name", "shard"]
