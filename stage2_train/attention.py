@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from stage2_train.geometry import Geometry
+from stage2_train.geometry import Context, Geometry
 from stage2_train.layers import Linear, RMSNorm
 
 GROUP = 8  # anchors that share one call
@@ -152,10 +152,12 @@ class BlockAttention(nn.Module):
         times = self.num_heads // self.num_kv_heads
         return x if times == 1 else x.repeat_interleave(times, 0)
 
-    def forward(self, block_NBD, context_TD, geometry: Geometry) -> torch.Tensor:
+    def forward(self, block_NBD, context: Context, geometry: Geometry) -> torch.Tensor:
         """[N, B, D] -> [N, B, D]."""
         read = int(geometry.anchor_N[-1])
-        k_context, v_context = self._keys_values(context_TD[:read], geometry.position_T[:read])
+        k_context, v_context = self._keys_values(
+            context.plain_TD[:read], geometry.position_T[:read]
+        )
         k_block, v_block = self._keys_values(block_NBD, geometry.position_NB)
         out_HNBE = blocks_attend(
             self._queries(block_NBD, geometry.position_NB),

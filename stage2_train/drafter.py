@@ -16,7 +16,7 @@ from torch import nn
 from shared.errors import ConfigError
 from stage2_train.attention import BlockAttention, CacheState
 from stage2_train.config import DrafterConfig
-from stage2_train.geometry import Geometry
+from stage2_train.geometry import GAP, Context, Geometry
 from stage2_train.layers import MLP, Linear, RMSNorm
 from stage2_train.mixer import GDNMixer, MixerState
 
@@ -48,8 +48,8 @@ class DrafterLayer(nn.Module):
     def mixer(self) -> GDNMixer | BlockAttention:
         return self.linear_attn if hasattr(self, "linear_attn") else self.self_attn
 
-    def forward(self, x_NBD, context_TD, geometry: Geometry) -> torch.Tensor:
-        x_NBD = x_NBD + self.mixer(self.input_layernorm(x_NBD), context_TD, geometry)
+    def forward(self, x_NBD, context: Context, geometry: Geometry) -> torch.Tensor:
+        x_NBD = x_NBD + self.mixer(self.input_layernorm(x_NBD), context, geometry)
         return x_NBD + self.mlp(self.post_attention_layernorm(x_NBD))
 
     def draft(self, state, x_1BD) -> torch.Tensor:
@@ -136,9 +136,10 @@ class Drafter(nn.Module):
         if not geometry.num_anchors:
             return self.fc.weight.new_zeros(0, self.cfg.block_size, self.hidden_size)
         context_TD = self.features(batch.hidden_TLD)
+        context = Context(context_TD, geometry.spread(context_TD))
         x_NBD = self.embed_blocks(batch.input_ids_T[batch.anchor_N], embed)
         for layer in self.layers:
-            x_NBD = layer(x_NBD, context_TD, geometry)
+            x_NBD = layer(x_NBD, context, geometry)
         return self.norm(x_NBD)
 
     def new_state(self) -> DraftState:
@@ -196,5 +197,9 @@ def _check(cfg: DrafterConfig, num_states: int, target_hidden: int) -> None:
             )
     if cfg.block_size < 2:
         raise ConfigError("a block needs at least one masked slot", where="drafter.block_size")
+    if not 1 <= cfg.conv_kernel_size <= GAP + 1:
+        raise ConfigError(
+            f"convolutions have 1 to {GAP + 1} taps", where="drafter.conv_kernel_size"
+        )
     if cfg.head_dim % 2:
         raise ConfigError("an odd head can't be rotated", where="drafter.head_dim")

@@ -8,6 +8,8 @@ from functools import cached_property
 
 import torch
 
+GAP = 3  # zero rows between documents: the taps of the convolutions before the current token
+
 
 @dataclass(frozen=True)
 class Geometry:
@@ -119,13 +121,34 @@ class Geometry:
         return last_Z[self.anchor_chunk_N] == self.anchor_document_N
 
     @cached_property
-    def same_T(self) -> dict[int, torch.Tensor]:
-        """For j = 1, 2, 3: [T-j, 1], 1.0 where token t (from j on) and t-j share a document."""
-        document = self.document_T
-        return {j: (document[j:] == document[:-j]).float()[:, None] for j in (1, 2, 3)}
+    def spread_T(self) -> torch.Tensor:
+        """Row of each token in the spread layout: GAP zero rows stand before every document."""
+        new = torch.nn.functional.pad(self.document_T[1:] != self.document_T[:-1], (1, 0))
+        return torch.arange(GAP, GAP + len(new), device=new.device) + GAP * new.cumsum(0)
+
+    @cached_property
+    def chunk_rows(self) -> torch.Tensor:
+        """[Z*C] rows of the spread layout by chunk; a zero row behind the row's end."""
+        size = self.num_chunks * self.chunk
+        return torch.nn.functional.pad(self.spread_T[: self.num_read], (0, size - self.num_read))
+
+    def spread(self, x_TD) -> torch.Tensor:
+        """The tokens that are read, with zero rows before each document, where convolutions of
+        a few taps find nothing of the document before. [T, D] -> [P, D]."""
+        rows = self.spread_T[: self.num_read]
+        size = int(rows[-1]) + 1 if len(rows) else GAP
+        return x_TD.new_zeros(size, x_TD.shape[1]).index_copy(0, rows, x_TD[: self.num_read])
 
     @cached_property
     def position_NB(self) -> torch.Tensor:
         """Position of every slot in its document: anchor + slot."""
         slots = torch.arange(self.block, device=self.anchor_N.device)
         return self.anchor_position_N[:, None] + slots
+
+
+@dataclass(frozen=True)
+class Context:
+    """Context features: as they are [T, D], and spread for convolutions (see `spread`)."""
+
+    plain_TD: torch.Tensor
+    spread_PD: torch.Tensor

@@ -18,8 +18,82 @@ class Linear(nn.Linear):
         return F.linear(x, self.weight.to(x.dtype))
 
 
+class _Normalize(torch.autograd.Function):
+    """y = x * r * weight with r = (mean or sum of x^2 + eps)^-1/2 along the last dim."""
+
+    @staticmethod
+    def forward(ctx, x, weight, eps, mean):
+        count = x.shape[-1] if mean else 1
+        r = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(count)
+        r = r.add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, r)
+        ctx.count = count
+        y = x * r
+        return y if weight is None else y.mul_(weight)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, r = ctx.saved_tensors
+        y, grad_weight = x * r, None
+        if weight is not None:
+            if ctx.needs_input_grad[1]:
+                grad_weight = (grad * y).flatten(0, -2).sum(0)
+            grad = grad * weight
+        if not ctx.needs_input_grad[0]:
+            return None, grad_weight, None, None
+        inner = (grad * y).sum(-1, keepdim=True).div_(-ctx.count)
+        return torch.addcmul(grad, y, inner).mul_(r), grad_weight, None, None
+
+
+class _ShortConv(torch.autograd.Function):
+    """Causal depthwise convolution: y_t = sum_j w_j x_{t-j}; x [R, L, d], w [taps, d]."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        y = x * weight[0]
+        for j in range(1, min(len(weight), x.shape[1])):
+            y[:, j:].addcmul_(x[:, :-j], weight[j])
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        grad_x, grad_weight = grad * weight[0], torch.zeros_like(weight)
+        torch.sum((grad * x).flatten(0, 1), 0, out=grad_weight[0])
+        for j in range(1, min(len(weight), x.shape[1])):
+            grad_x[:, :-j].addcmul_(grad[:, j:], weight[j])
+            torch.sum((grad[:, j:] * x[:, :-j]).flatten(0, 1), 0, out=grad_weight[j])
+        return grad_x, grad_weight
+
+
+class _SwiGLU(torch.autograd.Function):
+    """SiLU(gate) * up; keeps its two inputs only."""
+
+    @staticmethod
+    def forward(ctx, gate, up):
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx, grad):
+        gate, up = ctx.saved_tensors
+        grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
+        return grad_gate, F.silu(gate).mul_(grad)
+
+
+def swiglu(gate, up):
+    """SiLU(gate) * up."""
+    return _SwiGLU.apply(gate, up)
+
+
+def l2norm(x, eps: float = 1e-6):
+    """Unit vectors along the last dim."""
+    return _Normalize.apply(x, None, eps, False)
+
+
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dim, the mean square in float32 or wider."""
+    """x / rms(x) * weight over the last dim, in float32 or wider."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -28,19 +102,18 @@ class RMSNorm(nn.Module):
 
     def forward(self, x):
         wide = x if x.dtype == torch.float64 else x.float()
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (normed * self.weight).to(x.dtype)
+        return _Normalize.apply(wide, self.weight, self.eps, True).to(x.dtype)
 
 
 class RMSNormGated(RMSNorm):
     """RMSNorm(x) * SiLU(gate)."""
 
     def forward(self, x, gate):
-        return super().forward(x) * F.silu(gate)
+        return swiglu(gate, super().forward(x).to(gate.dtype))
 
 
 class ShortConv(nn.Module):
-    """SiLU of a causal depthwise convolution of a few taps."""
+    """SiLU of a causal depthwise convolution of a few taps; zeros before the first token."""
 
     def __init__(self, channels: int, kernel: int) -> None:
         super().__init__()
@@ -48,21 +121,10 @@ class ShortConv(nn.Module):
         self.weight = nn.Parameter(torch.empty(channels, 1, kernel))
         nn.init.uniform_(self.weight, -(kernel**-0.5), kernel**-0.5)
 
-    def forward(self, x, same=None):
-        """[R, L, channels] -> same shape; taps before the first token are zero.
-
-        Args:
-            x: R runs of L tokens.
-            same: per distance j a factor [L-j, 1]: 0 where the tap is of another document.
-        """
-        weight = self.weight[:, 0].T.to(x.dtype)
-        out = x * weight[-1]
-        for j in range(1, min(self.kernel, x.shape[1])):
-            tap = x[:, :-j] * weight[-1 - j]
-            if same is not None:
-                tap = tap * same[j].to(x.dtype)
-            out = out + F.pad(tap, (0, 0, j, 0))
-        return F.silu(out)
+    def forward(self, x):
+        """[R, L, channels] -> same shape: R runs of L tokens."""
+        weight = self.weight[:, 0].flip(-1).T.to(x.dtype).contiguous()
+        return F.silu(_ShortConv.apply(x, weight))
 
 
 class MLP(nn.Module):
@@ -75,7 +137,7 @@ class MLP(nn.Module):
         self.down_proj = Linear(intermediate_size, hidden_size)
 
     def forward(self, x):
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
     def parts(self) -> dict:
         """Muon's parts of the matrices (see `param_rules`)."""
@@ -86,8 +148,3 @@ class MLP(nn.Module):
             "up_proj.weight": whole("up"),
             "down_proj.weight": whole("down"),
         }
-
-
-def l2norm(x, eps: float = 1e-6):
-    """Unit vectors along the last dim."""
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)

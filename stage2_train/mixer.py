@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from stage2_train.geometry import Geometry
+from stage2_train.geometry import GAP, Context, Geometry
 from stage2_train.layers import Linear, RMSNormGated, ShortConv, l2norm
 
 
@@ -164,23 +164,17 @@ def blocks_from_context(context: Tokens, block: Tokens, geometry: Geometry) -> t
     """Reads of all blocks, each continued from the state right before its anchor.
 
     Args:
-        context: k [T, H, K], v [T, H, V], beta, g [T, H].
+        context: k [Z, C, H, K], v [Z, C, H, V], beta, g [Z, C, H] by chunk; behind the row's end
+            k and v are zero.
         block: q, k [N, B, H, K], v [N, B, H, V], beta, g [N, B, H].
 
     Returns:
         o [N, B, H, V].
     """
     x, finish = block_rows(block)
-    z, c, read = geometry.num_chunks, geometry.chunk, geometry.num_read
-
-    def by_chunk(tensor):  # [T, H, *] -> [Z, H, C, *], zeros behind the row
-        tensor = tensor[:read]
-        if z * c > read:
-            tensor = torch.cat([tensor, tensor.new_zeros(z * c - read, *tensor.shape[1:])])
-        return tensor.unflatten(0, (z, c)).transpose(1, 2).contiguous()
-
     chunks = Tokens(
-        None, by_chunk(context.k), by_chunk(context.v), by_chunk(context.beta), by_chunk(context.g)
+        None,
+        *(t.transpose(1, 2).contiguous() for t in (context.k, context.v, context.beta, context.g)),
     )
     u, w, total, _ = chunk_solve(chunks, geometry.apart_ZCC, geometry.alive_ZC[:, None])
     end = total[:, :, -1]
@@ -189,7 +183,7 @@ def blocks_from_context(context: Tokens, block: Tokens, geometry: Geometry) -> t
     # Log decay summed from the chunk's start up to the token before the anchor.
     total_N = total.transpose(0, 1)[:, geometry.anchor_chunk_N]
     before = F.pad(total_N, (1, 0)).gather(
-        2, (geometry.anchor_N % c)[None, :, None].expand(len(total_N), -1, 1)
+        2, (geometry.anchor_N % geometry.chunk)[None, :, None].expand(len(total_N), -1, 1)
     )
     pair_decay = _decay(before - total_N, geometry.hidden_NC, u)
     x_decay = before[..., 0].exp().to(u) * geometry.anchor_alive_N
@@ -273,6 +267,7 @@ class GDNMixer(nn.Module):
         self, hidden_size, num_key_heads, num_value_heads, key_dim, value_dim, kernel, eps
     ):
         super().__init__()
+        assert kernel - 1 <= GAP
         self.num_key_heads, self.num_value_heads = num_key_heads, num_value_heads
         self.key_dim, self.value_dim = key_dim, value_dim
         keys, values = num_key_heads * key_dim, num_value_heads * value_dim
@@ -330,11 +325,17 @@ class GDNMixer(nn.Module):
             -self.A_log.to(dtype).exp() * F.softplus(a.to(dtype) + self.dt_bias.to(dtype)),
         )
 
-    def context_tokens(self, context_TD, same_T) -> Tokens:
-        """k, v, beta, g of the context [T, H, …]; `same_T`: see `Geometry`."""
-        k = self.k_conv1d(self.k_proj(context_TD)[None], same_T)[0]
-        v = self.v_conv1d(self.v_proj(context_TD)[None], same_T)[0]
-        return self._tokens(None, k, v, self.b_proj(context_TD), self.a_proj(context_TD))
+    def context_tokens(self, spread_PD, geometry: Geometry) -> Tokens:
+        """k, v, beta, g of the context by chunk [Z, C, H, …], from its spread features."""
+        rows, shape = geometry.chunk_rows, (geometry.num_chunks, geometry.chunk)
+        projected = (
+            self.k_conv1d(self.k_proj(spread_PD)[None])[0],
+            self.v_conv1d(self.v_proj(spread_PD)[None])[0],
+            self.b_proj(spread_PD),
+            self.a_proj(spread_PD),
+        )
+        chunks = (x.index_select(0, rows).unflatten(0, shape) for x in projected)
+        return self._tokens(None, *chunks)
 
     def block_tokens(self, block_NBD) -> Tokens:
         """q, k, v, beta, g of the blocks [N, B, H, …]; convolutions start with the block."""
@@ -351,11 +352,9 @@ class GDNMixer(nn.Module):
         gate = self.g_proj(block_NBD).view_as(o_NBHV)
         return self.o_proj(self.o_norm(o_NBHV, gate).flatten(-2).to(block_NBD.dtype))
 
-    def forward(self, block_NBD, context_TD, geometry: Geometry) -> torch.Tensor:
+    def forward(self, block_NBD, context: Context, geometry: Geometry) -> torch.Tensor:
         """[N, B, D] -> [N, B, D]."""
-        context_TD = context_TD[: geometry.num_read]
-        same_T = {j: same[: len(context_TD) - j] for j, same in geometry.same_T.items()}
-        context = self.context_tokens(context_TD, same_T)
+        context = self.context_tokens(context.spread_PD, geometry)
         o_NBHV = blocks_from_context(context, self.block_tokens(block_NBD), geometry)
         return self.output(o_NBHV, block_NBD)
 

@@ -38,6 +38,21 @@ def with_grad(tokens, dtype):
     )
 
 
+def by_chunk(tokens, geometry):
+    """[T, H, …] -> [Z, C, H, …], zeros behind the row's end."""
+    shape = (geometry.num_chunks, geometry.chunk)
+    index = geometry.chunk_rows.new_tensor(range(shape[0] * shape[1]))
+    return Tokens(
+        None,
+        *(
+            torch.cat([t, t.new_zeros(shape[0] * shape[1], *t.shape[1:])])[index].unflatten(
+                0, shape
+            )
+            for t in (tokens.k, tokens.v, tokens.beta, tokens.g)
+        ),
+    )
+
+
 def relative(a, b):
     return ((a.double() - b).norm() / b.norm().clamp_min(1e-300)).item()
 
@@ -61,7 +76,7 @@ def compare(lengths, anchors, *, chunk, dtype=torch.float64, block=BLOCK, decay=
         kind = dtype if fast else torch.float64
         c, b = with_grad(context, kind), with_grad(blocks, kind)
         if fast:
-            out = blocks_from_context(c, b, geometry)
+            out = blocks_from_context(by_chunk(c, geometry), b, geometry)
         else:
             out = oracle.blocks_from_context(
                 c, b, documents.tolist(), anchors, geometry.anchor_document_N.tolist()
