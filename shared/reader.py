@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shared.chunks import ChunkReader
 from shared.errors import DataError
 from shared.index import SampleIndex
 from shared.sample import sample_id
-from shared.shards import ContainerReader, ShardInfo, damaged
+from shared.shards import ShardInfo, damaged
 
 if TYPE_CHECKING:
     from shared.store import Store
@@ -20,8 +21,12 @@ if TYPE_CHECKING:
 OPEN_SHARDS = 128
 
 
-def open_shard(store: "Store", info: ShardInfo) -> ContainerReader:
+def open_shard(store: "Store", info: ShardInfo) -> ChunkReader:
     """The container's reader for a shard."""
+    if info.container == "webdataset":
+        from shared.shards_tar import TarReader
+
+        return TarReader(store.files, info)
     from shared.shards_zarr import ZarrReader
 
     return ZarrReader(store.files, info)
@@ -40,7 +45,7 @@ class SampleReader:
 
     def _start(self, store: "Store") -> None:
         self._store = store
-        self._shards: OrderedDict[str, tuple[ShardInfo, ContainerReader]] = OrderedDict()
+        self._shards: OrderedDict[str, tuple[ShardInfo, ChunkReader]] = OrderedDict()
         self._pid = os.getpid()
         self._index: SampleIndex | None = None
 
@@ -50,7 +55,7 @@ class SampleReader:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._start(state["store"])
 
-    def _shard(self, sample: str) -> tuple[ShardInfo, ContainerReader, int]:
+    def _shard(self, sample: str) -> tuple[ShardInfo, ChunkReader, int]:
         if self._pid != os.getpid():
             self._shards, self._pid = OrderedDict(), os.getpid()
         if self._index is None or sample not in self._index:

@@ -11,13 +11,16 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from shared.errors import ConfigError, CorruptionError
 from shared.fs import Blob, LocalFiles, disk_errors
 from shared.sample import ID_BYTES
+
+if TYPE_CHECKING:
+    from shared.spec import CaptureSpec
 
 FORMAT = 1
 CHUNK_TOKENS = 64
@@ -133,9 +136,9 @@ class ShardInfo:
 
 
 def plan_shard(
-    spec, samples: Sequence[tuple[str, Any]], codec: str, container: str
-) -> tuple[ShardInfo, np.ndarray]:
-    """The sidecar (without files) and padded token rows [N] uint32 of a shard to be written.
+    spec: "CaptureSpec", samples: Sequence[tuple[str, Any]], codec: str, container: str
+) -> tuple[ShardInfo, list[np.ndarray]]:
+    """The sidecar (without files) and the tokens [T] of each sample of a shard to be written.
 
     Args:
         samples: (id, tokens [T]) in the order of the shard.
@@ -168,34 +171,7 @@ def plan_shard(
         ids=tuple(ids),
         num_tokens=np.array([len(ids_T) for ids_T in tokens], np.int32),
     )
-    rows_N = np.full(info.num_rows, 0xFFFFFFFF, np.uint32)
-    for ids_T, chunk in zip(tokens, info.chunk_starts[:-1].tolist(), strict=True):
-        rows_N[chunk * info.chunk_tokens :][: len(ids_T)] = ids_T
-    return info, rows_N
-
-
-class ContainerWriter(Protocol):
-    """Streams one shard's bytes into a staging directory."""
-
-    def append(self, row: int, hidden_TLD: np.ndarray) -> None: ...
-
-    def finish(self) -> tuple[dict[str, tuple[int, str]], dict[str, Any]]:
-        """Flushes all to the device; returns the sidecar's `files` and `extra`."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class ContainerReader(Protocol):
-    """Random access to one shard's samples; checks every byte that it hands out."""
-
-    def read_into(self, row: int, out_TLD: np.ndarray) -> None: ...
-
-    def tokens(self, row: int) -> np.ndarray:
-        """int32 [T]"""
-        ...
-
-    def close(self) -> None: ...
+    return info, tokens
 
 
 def damaged(info: ShardInfo, row: int | None, what: str) -> CorruptionError:

@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,8 +17,6 @@ from shared.assets import TargetAssets, load_frozen, read_assets, write_assets
 from shared.errors import CacheError, CorruptionError, DataError, MismatchError
 from shared.fs import (
     LocalFiles,
-    Lock,
-    Staging,
     disk_errors,
     seal_json,
     seal_lines,
@@ -33,6 +30,7 @@ from shared.sample import SnapshotRow
 from shared.shards import FORMAT, HEX32, ShardInfo, ids_array, library_versions, plan_shard
 from shared.snapshot import Snapshot, build_snapshot, decode_table, encode_table, snapshot_id
 from shared.spec import CaptureSpec
+from shared.writer import ShardWriter, convert_shard
 
 if TYPE_CHECKING:
     from shared.verify import VerifyReport
@@ -170,8 +168,32 @@ class Store:
         Raises:
             ConfigError: unknown codec or container, an id that isn't its tokens' hash.
         """
-        info, tokens_N = plan_shard(self.spec, samples, codec, container)
-        return ShardWriter(self, replace(info, versions=library_versions()), tokens_N)
+        info, tokens = plan_shard(self.spec, samples, codec, container)
+        return ShardWriter(self, replace(info, versions=library_versions()), tokens)
+
+    def convert(self, container: str, progress: Callable[[int], None] | None = None) -> int:
+        """Moves every shard to `container`; snapshots, ids and decoded bits stay as they are.
+
+        Goes on where an interrupted conversion ended.
+
+        Args:
+            progress: called with the stored bytes of each shard just moved.
+
+        Returns:
+            How many shards were moved.
+
+        Raises:
+            CorruptionError: a shard is damaged; it stays as it is.
+        """
+        moved = 0
+        for name in self.shard_ids():
+            info = self.shard(name)
+            if info.container != container:
+                convert_shard(self, info, container)
+                moved += 1
+            if progress is not None:
+                progress(info.stored_bytes)
+        return moved
 
     # --- jobs and rejects -----------------------------------------------------------------
 
@@ -378,76 +400,3 @@ def _check_snapshot_name(name: str) -> None:
     _checked(_NAME, name)
     if name == "latest" or re.fullmatch(r"[0-9a-f]{4,32}", name):
         raise CacheError(f"{name!r} can't name a snapshot: it reads like an id or is reserved")
-
-
-class ShardWriter:
-    """Writes one shard; a context manager.
-
-    `append` every sample in the order given; a clean exit commits (fsync, sha256, rename, sidecar
-    last), anything else leaves nothing visible. Committing a shard that another writer has
-    committed meanwhile drops ours: the id is a hash of what it holds.
-    """
-
-    def __init__(self, store: Store, info: ShardInfo, tokens_N: np.ndarray) -> None:
-        self.shard_id, self._store, self._info, self._tokens_N = info.id, store, info, tokens_N
-        self._row = 0
-
-    def __enter__(self) -> "ShardWriter":
-        from shared.shards_zarr import ZarrWriter
-
-        self._staging = Staging(self._store.files.path("shards"), self.shard_id)
-        try:
-            with disk_errors(self._staging.path.parent):
-                self._writer = ZarrWriter(self._staging.path / "data", self._info, self._tokens_N)
-        except BaseException:
-            self._staging.close()
-            raise
-        return self
-
-    def append(self, sample: str, hidden_TLD: np.ndarray) -> None:
-        """Adds the next sample's states, uint16 [T, L, D].
-
-        Raises:
-            ValueError: it isn't the next sample, or has another shape or dtype.
-            CacheError: the disk is full or gone.
-        """
-        info = self._info
-        if self._row >= len(info.ids) or info.ids[self._row] != sample:
-            raise ValueError(f"sample {sample} is not the next of shard {info.id}")
-        shape = (int(info.num_tokens[self._row]), info.num_states, info.hidden_size)
-        if hidden_TLD.shape != shape or hidden_TLD.dtype != np.uint16:
-            raise ValueError(f"states must be uint16 {shape}, not {hidden_TLD.dtype} "
-                             f"{hidden_TLD.shape}")  # fmt: skip
-        with disk_errors(f"{self._store.root}/shards"):
-            self._writer.append(self._row, hidden_TLD)
-        self._row += 1
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
-            if kind is None:
-                if self._row != len(self._info.ids):
-                    raise ValueError(f"shard {self.shard_id} lacks its last samples")
-                self._commit()
-        finally:
-            self._writer.close()
-            self._staging.close()
-
-    def _commit(self) -> None:
-        store, name = self._store, f"shards/{self.shard_id}"
-        with disk_errors(f"{store.root}/shards"):
-            files, extra = self._writer.finish()
-            info = replace(self._info, files=files, extra=extra)
-            # One committer of a shard at a time: data and sidecar are always of one writer.
-            lock = Lock.take(store.files.path(f"shards/.lock-{self.shard_id}"), wait=True)
-            assert lock is not None
-            try:
-                if not store.has_shard(self.shard_id):
-                    store.files.publish(self._staging.path / "data", name)
-                    store.files.write(f"{name}.json", seal_json(info.to_json()))
-            finally:
-                lock.release()

@@ -11,7 +11,7 @@ from shared.sample import pack_mask, sample_id, unpack_mask
 from shared.spec import CaptureSpec
 from shared.store import Store, load_frozen
 
-CONTAINERS = ["zarr"]
+CONTAINERS = ["zarr", "webdataset"]
 
 
 @pytest.mark.parametrize("container", CONTAINERS)
@@ -39,6 +39,66 @@ def test_stock_zarr_reads_a_shard(tmp_path):
     ):
         assert np.array_equal(group["hidden"][start : start + size], truth[sample][1])
         assert np.array_equal(group["tokens"][start : start + size], truth[sample][0])
+
+
+@pytest.mark.filterwarnings("ignore:.*:ResourceWarning")
+def test_stock_webdataset_reads_a_shard(tmp_path):
+    import webdataset
+    from numcodecs import blosc
+
+    store, truth = fill(tmp_path / "c", [[1, 63, 130]], container="webdataset")
+    (name,) = store.shard_ids()
+    url = str(tmp_path / "c" / "shards" / f"{name}.tar")
+    seen = []
+    for sample in webdataset.WebDataset(url, shardshuffle=False).decode():
+        ids_T, hidden_TLD = truth[sample["__key__"]]
+        assert np.array_equal(sample["input_ids.npy"], ids_T)
+        meta, data, parts = sample["meta.json"], sample["hidden.chunks"], []
+        for size in meta["chunk_bytes"]:
+            parts.append(np.frombuffer(blosc.decompress(data[: size - 4]), np.uint16))
+            data = data[size:]
+        read_TLD = np.concatenate(parts).reshape(-1, *meta["chunk_shape"][1:])
+        assert np.array_equal(read_TLD[: meta["num_tokens"]], hidden_TLD)
+        seen.append(sample["__key__"])
+    assert seen == list(truth)
+
+
+@pytest.mark.parametrize(("old", "new"), [("zarr", "webdataset"), ("webdataset", "zarr")])
+def test_a_converted_cache_is_the_one_written_in_that_container(tmp_path, old, new):
+    store, truth = fill(tmp_path / "a", [[1, 63, 200], [7]], container=old)
+    snapshot = store.write_snapshot(rows_of(truth), {})
+    reader = store.reader()
+    reader.read(snapshot.ids[0])  # has the old container open
+    assert store.convert(new) == 2
+    assert store.convert(new) == 0
+    fill(tmp_path / "b", [[1, 63, 200], [7]], container=new)
+    trees = [
+        {p.relative_to(root): p.read_bytes() for p in root.rglob("*") if p.is_file()}
+        for root in (tmp_path / "a" / "shards", tmp_path / "b" / "shards")
+    ]
+    assert trees[0] == trees[1]
+    assert store.snapshot().id == snapshot.id
+    for name, (ids_T, hidden_TLD) in truth.items():
+        for each in (store.reader(), reader):
+            assert np.array_equal(each.read(name)[0], ids_T)
+            assert np.array_equal(each.read(name)[1], hidden_TLD)
+    assert store.verify().ok
+
+
+def test_trap_8_special_values_keep_their_bits(tmp_path):
+    import torch
+
+    values = torch.tensor([7e4, 3e38, -0.0, 1e-40, -1e-45, float("inf")]).bfloat16()
+    bits = np.concatenate([values.view(torch.int16).numpy().view(np.uint16), [0x7FC1, 0xFFFF]])
+    assert 0x8000 in bits
+    assert not np.isinf(values[:2].float().numpy()).any()
+    hidden_TLD = np.resize(bits, (70, 3, 96)).astype(np.uint16)
+    for number, container in enumerate(CONTAINERS):
+        store = Store.create(tmp_path / str(number), SPEC)
+        (chosen,) = samples([70])
+        with store.write_shard([chosen], "lossless", container) as writer:
+            writer.append(chosen[0], hidden_TLD)
+        assert np.array_equal(store.reader().read(chosen[0])[1], hidden_TLD)
 
 
 def test_snapshot_round_trip(tmp_path):

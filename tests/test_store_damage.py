@@ -17,7 +17,7 @@ from store_tools import SPEC, fill, rows_of, samples, states
 from shared.errors import CacheError, CorruptionError, DrafttapeError
 from shared.store import Store
 
-CONTAINERS = ["zarr"]
+CONTAINERS = ["zarr", "webdataset"]
 
 WRITE = """
 import sys
