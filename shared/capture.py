@@ -14,7 +14,7 @@ from shared.errors import TargetError
 from shared.target import Target
 
 
-class _Stop(Exception):  # noqa: N818 - not an error: ends a forward pass after the last tap
+class _Stop(Exception):  # ends a forward pass after the last tap
     pass
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from omegaconf import MISSING
 
@@ -27,16 +28,38 @@ class Codec(Enum):
     int4 = "int4"
 
 
+class TrainOn(Enum):
+    """Which assistant turns are supervised."""
+
+    all = "all"
+    last = "last"
+
+
+class Thinking(Enum):
+    """What becomes of think parts in assistant turns."""
+
+    keep = "keep"
+    drop = "drop"
+    mask = "mask"
+
+
 @dataclass
 class DataConfig:
     """Chat data and how it becomes tokens and a loss mask."""
 
-    paths: list[str] = opt(MISSING, "files or globs (JSONL, optionally .gz)")
+    paths: list[str] = opt(
+        [], "files or globs: JSONL, JSON or Parquet, optionally .gz or .zst"
+    )
     max_tokens: int = opt(4096, "a longer sample is cut here; its mask is cut with it")
     min_supervised: int = opt(2, "a sample with fewer supervised tokens is rejected")
     heldout: float = opt(0.1, "share of samples held out from training, chosen by sample id")
     heldout_seed: int = opt(0, "another seed holds out another share")
     limit: int | None = opt(None, "use only the first so many rows")
+    train_on: TrainOn = opt(TrainOn.all, "supervise all assistant turns, or only the last")
+    thinking: Thinking = opt(
+        Thinking.keep, "think parts: keep as the template shows them, drop, or mask (unsupervised)"
+    )
+    template: dict[str, Any] = opt({}, "extra variables of the chat template")
 
 
 @dataclass

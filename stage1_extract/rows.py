@@ -1,0 +1,265 @@
+"""Data files to rows: one chat, prompt list, text or token list each, with file and line.
+
+Files: JSONL, a JSON array, Parquet; .gz and .zst around the first two. Rows, by their keys:
+`messages` (OpenAI), `conversations` (ShareGPT), `turns` (user prompts only), `instruction` and
+`output` (Alpaca), `prompt` and `completion` (or `response`), `text` (preformatted), `input_ids`
+(with `loss_mask`).
+"""
+
+import glob
+import gzip
+import io
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shared.errors import DataError
+
+ROLES = {
+    "system": "system",
+    "developer": "developer",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+}
+
+
+class BadRow(Exception):
+    """A row that can't be used; the text is the reason."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One usable line. Exactly one of messages, turns, text, input_ids is set."""
+
+    source: str
+    name: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[Any] | None = None
+    turns: list[str] | None = None
+    system: str | None = None
+    text: str | None = None
+    input_ids: list[int] | None = None
+    loss_mask: list[int] | None = None
+
+
+@dataclass(frozen=True)
+class Reject:
+    """A line that was not used, and why."""
+
+    source: str
+    reason: str
+    name: str | None = None
+
+
+def data_files(paths: Sequence[str]) -> list[str]:
+    """Paths and globs as files, in the order given, each once.
+
+    Raises:
+        DataError: none is named, or one matches nothing.
+    """
+    if not paths:
+        raise DataError(
+            "no data files are named", where="data.paths", do="Give data.paths=[chats.jsonl]"
+        )
+    files: dict[str, None] = {}
+    for path in paths:
+        expanded = str(Path(path).expanduser())
+        found = (
+            [expanded] if Path(expanded).is_file() else sorted(glob.glob(expanded, recursive=True))
+        )  # noqa: PTH207
+        found = [name for name in found if Path(name).is_file()]
+        if not found:
+            what = "it is a directory" if Path(expanded).is_dir() else "no such file"
+            raise DataError(what, where=path, do="Name files or a glob in data.paths")
+        files.update(dict.fromkeys(found))
+    return list(files)
+
+
+def read_rows(files: Sequence[str], limit: int | None = None) -> Iterator[Row | Reject]:
+    """Every line of every file as a Row or a Reject.
+
+    Raises:
+        DataError: a file can't be read at all.
+    """
+    count = 0
+    for path in files:
+        for line, item in _items(path):
+            if limit is not None and count >= limit:
+                return
+            count += 1
+            source = f"{path}:{line}"
+            if isinstance(item, BadRow):
+                yield Reject(source, str(item))
+                continue
+            name = item.get("id") if isinstance(item, dict) else None
+            name = None if name is None else str(name)
+            try:
+                yield normalize(item, source, name)
+            except BadRow as error:
+                yield Reject(source, str(error), name)
+
+
+def _items(path: str) -> Iterator[tuple[int, Any]]:
+    """(line or row number from 1, parsed value or BadRow)."""
+    try:
+        if path.endswith(".parquet"):
+            yield from _parquet(path)
+            return
+        with _open(path) as file:
+            if path.removesuffix(".gz").removesuffix(".zst").endswith(".json"):
+                head = file.read(1)
+                while head.isspace():
+                    head = file.read(1)
+                file.seek(0)
+                if head == b"[":
+                    yield from enumerate(json.load(file), start=1)
+                    return
+            for number, line in enumerate(file, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    yield number, json.loads(line)
+                except UnicodeDecodeError:
+                    yield number, BadRow("the line is not UTF-8")
+                except ValueError as error:
+                    yield number, BadRow(f"not JSON ({error})")
+    except (OSError, EOFError, ValueError) as error:
+        raise DataError(f"the file can't be read ({error})", where=path) from None
+
+
+def _open(path: str) -> Any:
+    if path.endswith(".gz"):
+        return gzip.open(path, "rb")
+    if path.endswith(".zst"):
+        import pyarrow
+
+        return io.BytesIO(pyarrow.input_stream(path, compression="zstd").read())
+    return Path(path).open("rb")
+
+
+def _parquet(path: str) -> Iterator[tuple[int, Any]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=256):
+                for item in batch.to_pylist():
+                    number += 1
+                    yield number, {k: v for k, v in item.items() if v is not None}
+    except pyarrow.ArrowException as error:
+        raise DataError(f"not a Parquet file ({error})", where=path) from None
+
+
+def normalize(item: Any, source: str, name: str | None = None) -> Row:
+    """A parsed line as a Row.
+
+    Raises:
+        BadRow: nothing usable is in it.
+    """
+    if not isinstance(item, dict):
+        raise BadRow(f"the line is a {type(item).__name__}, not an object")
+    system = item.get("system")
+    if system is not None and not isinstance(system, str):
+        raise BadRow("system is not text")
+    for key in ("messages", "conversations", "conversation"):
+        if key in item:
+            messages = _messages(item[key], key)
+            if system and messages[0]["role"] != "system":
+                messages.insert(0, {"role": "system", "content": system})
+            return Row(source, name, messages=messages, tools=item.get("tools") or None)
+    if "turns" in item:
+        turns = item["turns"]
+        if not isinstance(turns, list) or not turns:
+            raise BadRow("turns is not a list of user prompts")
+        if not all(isinstance(turn, str) and turn.strip() for turn in turns):
+            raise BadRow("a turn is empty or not text")
+        return Row(source, name, turns=turns, system=system)
+    if "input_ids" in item:
+        return _tokens(item, source, name)
+    if "instruction" in item and "output" in item:
+        question = _text(item, "instruction")
+        if item.get("input"):
+            question += "\n\n" + _text(item, "input")
+        return _pair(source, name, system, question, _text(item, "output"))
+    if "prompt" in item:
+        for key in ("completion", "response", "answer"):
+            if key in item:
+                return _pair(source, name, system, _text(item, "prompt"), _text(item, key))
+        return Row(source, name, turns=[_text(item, "prompt")], system=system)
+    if "text" in item:
+        return Row(source, name, text=_text(item, "text"))
+    raise BadRow(f"no messages, conversations, turns, … in it (keys: {', '.join(map(str, item))})")
+
+
+def _text(item: dict[str, Any], key: str) -> str:
+    value = item[key]
+    if not isinstance(value, str) or not value.strip():
+        raise BadRow(f"{key} is empty or not text")
+    return value
+
+
+def _pair(source: str, name: str | None, system: str | None, prompt: str, answer: str) -> Row:
+    messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+    if system:
+        messages.insert(0, {"role": "system", "content": system})
+    return Row(source, name, messages=messages)
+
+
+def _tokens(item: dict[str, Any], source: str, name: str | None) -> Row:
+    ids, mask = item["input_ids"], item.get("loss_mask")
+    for key, values in (("input_ids", ids), ("loss_mask", mask)):
+        if not isinstance(values, list) or not all(
+            isinstance(value, int) and value >= 0 for value in values
+        ):
+            raise BadRow(f"{key} is not a list of numbers")
+    if len(ids) != len(mask) or not set(mask) <= {0, 1}:
+        raise BadRow("loss_mask doesn't have one 0 or 1 for each of input_ids")
+    return Row(source, name, input_ids=ids, loss_mask=mask)
+
+
+def _messages(value: Any, key: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not value:
+        raise BadRow(f"{key} is empty or not a list")
+    messages = []
+    for number, message in enumerate(value, start=1):
+        if not isinstance(message, dict):
+            raise BadRow(f"{key} {number} is not an object")
+        role = message.get("role", message.get("from"))
+        if role not in ROLES:
+            raise BadRow(f"{key} {number} has the unknown role {role!r}")
+        content = message.get("content", message.get("value"))
+        if isinstance(content, list):
+            content = _parts(content, f"{key} {number}")
+        calls = message.get("tool_calls")
+        if content is None and calls:
+            content = ""
+        if not isinstance(content, str):
+            raise BadRow(f"{key} {number} has no text")
+        clean = {"role": ROLES[role], "content": content}
+        for extra in ("reasoning_content", "tool_calls", "tool_call_id", "name", "finish_reason"):
+            if message.get(extra):
+                clean[extra] = message[extra]
+        messages.append(clean)
+    return messages
+
+
+def _parts(parts: list[Any], where: str) -> str:
+    texts = []
+    for part in parts:
+        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+            raise BadRow(f"{where} holds something other than text")
+        texts.append(part["text"])
+    return "".join(texts)

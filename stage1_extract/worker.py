@@ -1,0 +1,181 @@
+"""Runs shards on one device: forward passes here, finite check, codec and disk in a thread.
+
+The thread is fed through a queue of two batches, so memory is bounded by the model, three batches
+of states and what the shard writer holds.
+
+B: samples; T: tokens; L: states; D: channels.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from shared.capture import capture, pad_batch
+from shared.errors import TargetError
+from shared.sample import sample_id
+from shared.store import Store
+from shared.target import Target
+from stage1_extract.checks import finite
+from stage1_extract.plan import ShardPlan
+
+_QUEUED_BATCHES = 2
+
+
+@dataclass
+class ShardResult:
+    """What became of a shard: `bad` maps a sample id to why it was left out."""
+
+    shard: ShardPlan
+    shard_id: str | None
+    seconds: float
+    bad: dict[str, str] = field(default_factory=dict)
+
+
+class Worker:
+    """One target on one device, writing into one store."""
+
+    def __init__(self, store: Store, target: Target, codec: str, container: str) -> None:
+        self.store, self.target, self.codec, self.container = store, target, codec, container
+        self.spec = store.spec
+
+    def run(
+        self,
+        shard: ShardPlan,
+        tokens: Mapping[str, np.ndarray],
+        advance: Callable[[int], None] = lambda count: None,
+    ) -> ShardResult:
+        """Captures and commits one shard.
+
+        A sample with a non-finite state is left out: the shard is then written again without it,
+        under the id of what it holds.
+
+        Args:
+            tokens: int32 [T] of every sample of the shard.
+            advance: called with the number of real tokens of each finished batch.
+
+        Raises:
+            TargetError: out of memory with a single sample, or tokens that aren't the plan's.
+        """
+        started = time.perf_counter()
+        for name, length in zip(shard.ids, shard.lengths, strict=True):
+            if len(tokens[name]) != length or sample_id(tokens[name]) != name:
+                raise TargetError("the tokens are not those of the plan", where=f"sample {name}")
+        bad: dict[str, str] = {}
+        rest = shard
+        while rest.ids:
+            samples = [(name, tokens[name]) for name in rest.ids]
+            writer = self.store.write_shard(samples, self.codec, self.container)
+            if self.store.has_shard(writer.shard_id):
+                return ShardResult(shard, writer.shard_id, time.perf_counter() - started, bad)
+            found = self._attempt(writer, rest, tokens, advance)
+            if not found:
+                return ShardResult(shard, writer.shard_id, time.perf_counter() - started, bad)
+            bad |= found
+            rest = rest.without(set(found))
+            advance(-rest.num_tokens)
+        return ShardResult(shard, None, time.perf_counter() - started, bad)
+
+    def _attempt(
+        self, writer: Any, shard: ShardPlan, tokens: Mapping[str, np.ndarray], advance: Any
+    ) -> dict[str, str]:
+        """Writes the shard; or nothing, when samples are bad: returns all of those."""
+        try:
+            with writer:
+                pipe = _Pipe(writer)
+                try:
+                    for start, stop in shard.batches:
+                        names = shard.ids[start:stop]
+                        for hidden, part in self.forward([tokens[name] for name in names]):
+                            lengths = [len(tokens[names[i]]) for i in part]
+                            pipe.put([names[i] for i in part], lengths, hidden)
+                            advance(sum(lengths))
+                finally:
+                    pipe.close()
+                if pipe.bad:
+                    raise _BadSamples
+        except _BadSamples:
+            return pipe.bad
+        return {}
+
+    def forward(self, sequences: list[np.ndarray]) -> list[tuple[np.ndarray, list[int]]]:
+        """States of a batch on the host as uint16 [B, T, L, D], with the rows they are of.
+
+        When the device runs out of memory the batch is halved, again and again.
+
+        Raises:
+            TargetError: not even one sample fits.
+        """
+        import torch
+
+        try:
+            ids_BT, lengths = pad_batch(sequences, 0)
+            hidden = capture(
+                self.target,
+                ids_BT.to(self.target.device),
+                lengths,
+                self.spec.layer_ids,
+                self.spec.last_hidden,
+            )
+            host = hidden.cpu().view(torch.int16).numpy().view(np.uint16)
+            return [(host, list(range(len(sequences))))]
+        except torch.OutOfMemoryError:
+            if len(sequences) == 1:
+                raise TargetError(
+                    f"out of memory with one sample of {len(sequences[0])} tokens",
+                    where=f"sample {sample_id(sequences[0])} on {self.target.device}",
+                    do="Lower data.max_tokens, or give the target more memory",
+                ) from None
+        torch.cuda.empty_cache()
+        half = (len(sequences) + 1) // 2
+        first, second = self.forward(sequences[:half]), self.forward(sequences[half:])
+        return first + [(host, [half + i for i in rows]) for host, rows in second]
+
+
+class _BadSamples(Exception):  # discards the shard that is being written
+    pass
+
+
+class _Pipe:
+    """The writing thread. After a bad sample it only looks for more of them."""
+
+    def __init__(self, writer: Any) -> None:
+        self.bad: dict[str, str] = {}
+        self._writer, self._error = writer, None
+        self._queue: queue.Queue[Any] = queue.Queue(maxsize=_QUEUED_BATCHES)
+        self._thread = threading.Thread(target=self._work, name="shard-writer", daemon=True)
+        self._thread.start()
+
+    def put(self, names: list[str], lengths: list[int], hidden_BTLD: np.ndarray) -> None:
+        """Queues a batch; waits while two are queued already."""
+        self._check()
+        self._queue.put((names, lengths, hidden_BTLD))
+
+    def close(self) -> None:
+        """Waits until all is written; raises what the thread met."""
+        self._queue.put(None)
+        self._thread.join()
+        self._check()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _work(self) -> None:
+        while (item := self._queue.get()) is not None:
+            if self._error is not None:
+                continue
+            try:
+                for row, (name, length) in enumerate(zip(item[0], item[1], strict=True)):
+                    hidden_TLD = item[2][row, :length]
+                    if not finite(hidden_TLD):
+                        self.bad[name] = "a hidden state is not finite"
+                    elif not self.bad:
+                        self._writer.append(name, hidden_TLD)
+            except BaseException as error:
+                self._error = error
+            item = None
