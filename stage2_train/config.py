@@ -131,13 +131,32 @@ class LossConfig:
     chunk: int = opt(512, "slots whose logits exist at once")
 
 
+class Packing(Enum):
+    """`balanced` puts a document into the fullest open row; `greedy` keeps the epoch's order."""
+
+    balanced = "balanced"
+    greedy = "greedy"
+
+
+class LongDocuments(Enum):
+    """`window`: pieces that overlap by half a row; no state is carried from one to the next."""
+
+    error = "error"
+    window = "window"
+
+
 @dataclass
 class BatchConfig:
     """What one optimizer step sees; a pure function of snapshot and seed."""
 
-    tokens_per_row: int = opt(4096, "tokens of a packed row of whole documents (micro-batch)")
+    tokens_per_row: int = opt(4096, "most tokens of a packed row of whole documents (micro-batch)")
     rows_per_step: int = opt(1, "packed rows of an optimizer step, over all ranks")
     anchors_per_sample: int = opt(512, "most anchors drawn in a sample")
+    anchors_per_row: int | None = opt(None, "most anchors of a row (bounds memory); null: any")
+    packing: Packing = opt(Packing.balanced, "how documents fill rows")
+    long_documents: LongDocuments = opt(
+        LongDocuments.error, "a document longer than a row: error, or cut into windows"
+    )
 
 
 @dataclass

@@ -91,23 +91,30 @@ def read_sample(
     return input_ids, hidden
 
 
-def read_row(
-    reader: Any, sample_ids: Iterable[str], lengths: Iterable[int], out_TLD: np.ndarray
-) -> np.ndarray:
-    """Reads whole documents side by side into the first rows of `out_TLD` (uint16).
+Part = tuple[str, int, int, int]  # sample id, tokens of the document, first and last+1 wanted
+
+
+def read_row(reader: Any, parts: Iterable[Part], out_TLD: np.ndarray) -> np.ndarray:
+    """Reads documents (or windows of them) side by side into the first rows of `out_TLD`.
 
     Returns:
         int32 [T], tokens.
     """
-    tokens, start = [], 0
-    for name, length in zip(sample_ids, lengths, strict=True):
-        tokens.append(read_sample(reader, name, length, out_TLD[start : start + length])[0])
-        start += length
+    tokens, place = [], 0
+    for name, length, start, stop in parts:
+        out = out_TLD[place : place + stop - start]
+        if stop - start == length:
+            input_ids, _ = read_sample(reader, name, length, out)
+        else:
+            input_ids, hidden = read_sample(reader, name, length)
+            out[:] = hidden[start:stop]
+        tokens.append(input_ids[start:stop])
+        place += stop - start
     return np.concatenate(tokens)
 
 
 def _work(reader: Any, block: SharedBlock, shape: tuple[int, ...], pipe: Any) -> None:
-    """The loop of a worker: (slot offset, ids, lengths) in, ("row", tokens) or an error out."""
+    """The loop of a worker: (slot offset, parts) in, ("row", tokens) or an error out."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the training process decides when to end
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with contextlib.suppress(ImportError):
@@ -116,10 +123,10 @@ def _work(reader: Any, block: SharedBlock, shape: tuple[int, ...], pipe: Any) ->
         blosc.use_threads = False
     with contextlib.suppress(EOFError, OSError):
         while True:
-            offset, sample_ids, lengths = pipe.recv()
+            offset, parts = pipe.recv()
             try:
                 out_TLD = block.array(shape, offset)
-                pipe.send(("row", read_row(reader, sample_ids, lengths, out_TLD)))
+                pipe.send(("row", read_row(reader, parts, out_TLD)))
             except DrafttapeError as error:
                 pipe.send(("error", error))
             except Exception:
@@ -157,16 +164,16 @@ class Feed:
             self._pipes.append(ours)
 
     def rows(
-        self, tasks: Iterable[tuple[Any, tuple[str, ...], tuple[int, ...]]]
+        self, tasks: Iterable[tuple[Any, tuple[Part, ...]]]
     ) -> Iterator[tuple[Any, np.ndarray, np.ndarray]]:
-        """Yields (key, tokens int32 [T], hidden uint16 [T, L, D]) for every (key, ids, lengths).
+        """Yields (key, tokens int32 [T], hidden uint16 [T, L, D]) for every (key, parts).
 
         The hidden states are a view into a slot: valid until the next one is asked for.
         """
         if not self._processes:
             out_TLD = self.block.array(self.shape)
-            for key, sample_ids, lengths in tasks:
-                tokens = read_row(self.reader, sample_ids, lengths, out_TLD)
+            for key, parts in tasks:
+                tokens = read_row(self.reader, parts, out_TLD)
                 yield key, tokens, out_TLD[: len(tokens)]
             return
         tasks, keys, sent, done = iter(tasks), [], 0, 0
@@ -179,7 +186,7 @@ class Feed:
                     break
                 keys.append(task[0])
                 slot = sent % self.slots
-                self._send(sent, (slot * self.slot_bytes, *task[1:]))
+                self._send(sent, (slot * self.slot_bytes, task[1]))
                 sent += 1
             if done == sent:
                 return

@@ -13,7 +13,7 @@ from shared.errors import DataError
 from stage2_train import noise
 from stage2_train.batch import Batch
 from stage2_train.config import LoaderConfig, TrainConfig
-from stage2_train.feed import Feed, read_sample
+from stage2_train.feed import Feed, Part, read_sample
 from stage2_train.steps import Row, StepPlan
 
 
@@ -54,17 +54,29 @@ class Loader:
         """
         plan = self.plan
 
-        def tasks() -> Iterator[tuple[Row, tuple[str, ...], tuple[int, ...]]]:
+        def tasks() -> Iterator[tuple[Row, tuple[Part, ...]]]:
             for row in rows:
-                ids = tuple(plan.snapshot.ids[index] for index in row.samples)
-                yield row, ids, tuple(plan.num_tokens[list(row.samples)].tolist())
+                yield (
+                    row,
+                    tuple(
+                        (
+                            plan.snapshot.ids[piece.sample],
+                            int(plan.snapshot.num_tokens[piece.sample]),
+                            piece.start,
+                            piece.stop,
+                        )
+                        for piece in row.pieces
+                    ),
+                )
 
         for row, tokens_T, hidden_TLD in self.feed.rows(tasks()):
-            masks = [plan.snapshot.mask(index) for index in row.samples]
-            ids = [plan.snapshot.ids[index] for index in row.samples]
+            masks = [plan.mask(piece) for piece in row.pieces]
+            names = [plan.name(piece) for piece in row.pieces]
             yield (
                 row,
-                make_batch(ids, tokens_T, hidden_TLD, masks, plan.anchors(row), self.mask_token_id),
+                make_batch(
+                    names, tokens_T, hidden_TLD, masks, plan.anchors(row), self.mask_token_id
+                ),
             )
 
     def close(self) -> None:

@@ -11,10 +11,16 @@ from hypothesis import strategies as st
 
 from shared.errors import ConfigError, CorruptionError, DataError, DrafttapeError, TrainingError
 from stage2_train import noise
-from stage2_train.config import BatchConfig, DrafterConfig, LoaderConfig, TrainConfig
+from stage2_train.config import (
+    BatchConfig,
+    DrafterConfig,
+    LoaderConfig,
+    LongDocuments,
+    TrainConfig,
+)
 from stage2_train.feed import Feed
 from stage2_train.loader import Loader, RamReader, heldout_batches
-from stage2_train.steps import StepPlan, chain, pack
+from stage2_train.steps import StepPlan, chain, pack, pack_balanced
 
 BLOCK = 4
 
@@ -79,7 +85,7 @@ def test_trap_19_20_an_epoch_is_the_split_once_on_any_number_of_ranks(
 ):
     snapshot, _ = make_data(count=count, seed=count, heldout=count // 4)
     plan = _plan(snapshot, most, rows_per_step)
-    train = set(plan.indices.tolist())
+    train = set(snapshot.indices("train").tolist())
     for epochs in (1, 3):
         steps = plan.total_steps(steps=None, epochs=epochs)
         total = plan.total_rows(epochs)
@@ -88,7 +94,7 @@ def test_trap_19_20_an_epoch_is_the_split_once_on_any_number_of_ranks(
         assert seen == Counter(dict.fromkeys(train, epochs))
         assert [row.number for row in rows] == list(range(total))
         for row in rows:
-            assert sum(plan.num_tokens[list(row.samples)]) <= most
+            assert sum(snapshot.num_tokens[list(row.samples)]) <= most
         # Every rank has every step, whatever it finds in it.
         shares = [[plan.step(step, total)[r::world] for step in range(steps)] for r in range(world)]
         assert {len(share) for share in shares} == {steps}
@@ -250,7 +256,8 @@ def test_a_feed_is_bounded():
     def tasks():
         for number, name in enumerate(snapshot.ids):
             taken.append(number)
-            yield number, (name,), (len(samples[name][0]),)
+            length = len(samples[name][0])
+            yield number, ((name, length, 0, length),)
 
     with Feed(Reader(samples), (40, 2, 4), workers=1, prefetch=3) as feed:
         rows = feed.rows(tasks())
@@ -286,3 +293,79 @@ def test_ram_feeds_the_same():
         _take(_loader(plan, Reader(samples)), rows),
         _take(_loader(plan, RamReader(Reader(samples), snapshot.ids)), rows),
     )
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 20), st.integers(0, 6)), min_size=1, max_size=60),
+    st.integers(20, 60),
+    st.sampled_from([0, 6, 11]),
+    st.integers(1, 8),
+)
+def test_balanced_packing_keeps_every_document_and_both_limits(sizes, most, anchors, open_rows):
+    tokens, blocks = (np.array(column) for column in zip(*sizes, strict=True))
+    order = np.random.default_rng(len(sizes)).permutation(len(sizes))
+    rows = pack_balanced(order, tokens, blocks, most, anchors, open_rows)
+    assert sorted(np.concatenate(rows).tolist()) == list(range(len(sizes)))
+    for row in rows:
+        assert tokens[row].sum() <= most
+        assert not anchors or blocks[row].sum() <= anchors
+    if open_rows == 1 and not anchors:
+        greedy = [row.tolist() for row in pack(order, tokens, most)]
+        assert [row.tolist() for row in rows] == greedy
+
+
+def test_balanced_rows_are_fuller():
+    lengths = np.random.default_rng(0).integers(20, 300, 500)
+    order = np.random.default_rng(1).permutation(500)
+    greedy = len(pack(order, lengths, 576))
+    balanced = len(pack_balanced(order, lengths, lengths, 576, 0, 32))
+    ideal = lengths.sum() / 576
+    assert greedy > 1.15 * ideal
+    assert balanced < 1.04 * ideal
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 1000), st.integers(16, 40), st.integers(2, 5), st.integers(3, 60))
+def test_windows_train_every_anchor_once_with_its_whole_block(seed, most, block, anchors):
+    snapshot, samples = make_data(count=4, seed=seed, shortest=20, longest=150, heldout=0)
+    batch = BatchConfig(
+        tokens_per_row=most, anchors_per_sample=anchors, long_documents=LongDocuments.window
+    )
+    plan = StepPlan(snapshot, batch, seed=seed, block=block)
+    found = {index: [] for index in range(4)}
+    counts = np.zeros(block - 1, dtype=np.int64)
+    loader = _loader(plan, Reader(samples))
+    rows = [plan.row(number) for number in range(plan.total_rows(1))]
+    for row, packed in loader.batches(rows):
+        assert packed.num_tokens <= most
+        counts += packed.labels(block)[1].sum(0).numpy()
+        start = 0
+        for piece, anchor_N in zip(row.pieces, plan.anchors(row), strict=True):
+            length = piece.stop - piece.start
+            tokens, hidden = samples[snapshot.ids[piece.sample]]
+            assert piece.first == 0 or piece.first - piece.start >= most // 2
+            found[piece.sample] += (anchor_N + piece.start).tolist()
+            part = slice(start, start + length)
+            assert packed.input_ids_T[part].tolist() == tokens[piece.start : piece.stop].tolist()
+            bits = packed.hidden_TLD[part].view(torch.int16).numpy().view(np.uint16)
+            assert np.array_equal(bits, hidden[piece.start : piece.stop])
+            assert packed.position_T[part].tolist() == list(range(length))
+            start += length
+    whole = np.zeros(block - 1, dtype=np.int64)
+    for index, name in enumerate(snapshot.ids):
+        expected = noise.anchors(seed, 0, name, snapshot.mask(index), anchors, block)
+        assert sorted(found[index]) == expected.tolist()
+        whole += noise.slot_counts(snapshot.mask(index), expected, block)
+    assert counts.tolist() == whole.tolist() == plan.slot_counts(rows).tolist()
+
+
+def test_a_row_holds_at_most_the_stated_anchors():
+    snapshot, samples = make_data(count=30)
+    batch = BatchConfig(tokens_per_row=90, anchors_per_sample=5, anchors_per_row=7)
+    plan = StepPlan(snapshot, batch, seed=0, block=BLOCK)
+    rows = [plan.row(number) for number in range(plan.total_rows(2))]
+    most = [packed.num_anchors for _, packed in _loader(plan, Reader(samples)).batches(rows)]
+    assert max(most) <= 7
+    with pytest.raises(ConfigError, match="anchors_per_row"):
+        StepPlan(snapshot, BatchConfig(anchors_per_row=3), seed=0, block=BLOCK)

@@ -233,6 +233,7 @@ def test_trap_24_rows_and_accumulation_give_one_gradient(cache, tmp_path):
         torch.testing.assert_close(gradient, found[1][name], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_trap_27_norms_move_and_masters_are_float32(cache, tmp_path):
     cfg = tiny_config(
         cache,
