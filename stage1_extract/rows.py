@@ -77,13 +77,17 @@ def data_files(paths: Sequence[str]) -> list[str]:
         expanded = str(Path(path).expanduser())
         found = (
             [expanded] if Path(expanded).is_file() else sorted(glob.glob(expanded, recursive=True))
-        )  # noqa: PTH207
+        )
         found = [name for name in found if Path(name).is_file()]
         if not found:
             what = "it is a directory" if Path(expanded).is_dir() else "no such file"
             raise DataError(what, where=path, do="Name files or a glob in data.paths")
         files.update(dict.fromkeys(found))
     return list(files)
+
+
+def _glob(pattern: str) -> list[str]:
+    return sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207
 
 
 def read_rows(files: Sequence[str], limit: int | None = None) -> Iterator[Row | Reject]:
