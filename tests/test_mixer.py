@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from stage2_train.geometry import Geometry
-from stage2_train.mixer import Tokens, blocks_from_context
+from stage2_train.scan import Tokens, blocks_from_context, delta_rule
 
 BLOCK = 4
 
@@ -112,3 +112,29 @@ def test_float32_error_is_rounding(decay):
         decay=decay, same_keys=0.9,
     )  # fmt: skip
     assert error < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_reads_of_every_token_match_the_oracle(dtype):
+    lengths = [5, 30, 1, 12]
+    documents = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))
+    geometry = Geometry.of(documents, torch.arange(48), torch.tensor([47]), block=1, chunk=8)
+    tokens = random_tokens((48,), 2, 5, 3, torch.Generator().manual_seed(0))
+    results = []
+    for fast in (True, False):
+        t = with_grad(tokens, dtype if fast else torch.float64)
+        if fast:
+            out = delta_rule(t, geometry)
+        else:
+            pieces, state = [], t.k.new_zeros(2, 5, 3)
+            for document in range(4):
+                at = documents == document
+                pieces.append(
+                    oracle.delta_rule(t.k[at], t.v[at], t.beta[at], t.g[at], state, t.q[at])[1]
+                )
+            out = torch.cat(pieces)
+        weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
+        grads = torch.autograd.grad((out * weight).sum(), [t.q, t.k, t.v, t.beta, t.g])
+        results.append([out, *grads])
+    error = max(relative(a, b) for a, b in zip(*results, strict=True))
+    assert error < (1e-12 if dtype == torch.float64 else 1e-6)
