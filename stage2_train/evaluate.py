@@ -1,0 +1,296 @@
+"""The `eval` word: how good a run's drafter is, without and with the target.
+
+Without it: held-out loss, accuracy per slot and estimated acceptance over fixed anchors. With it:
+speculative decoding of the held-out prompts (a sample's tokens before its first supervised one),
+in float32, held token for token against the target's own greedy output. `eval.json` keeps every
+sample's and prompt's row, for paired intervals.
+
+Legend: V vocabulary, D width.
+"""
+
+import hashlib
+import json
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shared.config import Dtype, TargetConfig, typed
+from shared.errors import DataError, MismatchError
+from shared.fs import write_atomic
+from shared.log import note, progress, read_json_lines, say
+from stage2_train import checkpoint, decode
+from stage2_train.config import EvalConfig, TrainConfig
+from stage2_train.heldout import heldout
+
+FORMAT = "drafttape.eval.v1"
+
+
+@dataclass
+class LoadedRun:
+    """A run's drafter with what it was trained on.
+
+    Attributes:
+        embed_VD, head_VD: the target's frozen embedding and head, float32; one tensor when tied.
+        state: state.json of the checkpoint.
+    """
+
+    path: Path
+    config: TrainConfig
+    record: Any
+    state: dict[str, Any]
+    drafter: Any
+    store: Any
+    snapshot: Any
+    embed_VD: Tensor
+    head_VD: Tensor
+
+
+def load_run(run_dir: str | Path, which: str = "last", device: str = "cpu") -> LoadedRun:
+    """Loads the drafter of a run's checkpoint, its cache and snapshot.
+
+    Args:
+        which: `last`, `best` or `step-NNNNNN`.
+
+    Raises:
+        DataError: no run there. MismatchError: no such checkpoint, or it doesn't fit.
+        CorruptionError, CacheError: the checkpoint or the cache can't be read.
+    """
+    from shared.record import read_record
+    from shared.store import Store
+    from stage2_train.build import build_drafter, frozen
+
+    path = Path(run_dir)
+    record = read_record(path)
+    config = typed(TrainConfig, record.config, where=path / "run.json")
+    store = Store.open(config.cache.root)
+    if store.spec.digest != record.spec_digest:
+        raise MismatchError(
+            f"the cache's spec is {store.spec.digest}, the run was trained on {record.spec_digest}",
+            where=config.cache.root,
+        )
+    folder = checkpoint.find(path, which)
+    parameters, _, state = checkpoint.load(folder)
+    drafter = build_drafter(config.drafter, store.spec, config.init_seed)
+    checkpoint.load_parameters(drafter, parameters, folder)
+    embed_VD, head_VD = frozen(store, torch.device(device), torch.float32)
+    return LoadedRun(
+        path, config, record, state, drafter.to(device).eval(), store,
+        store.snapshot(record.snapshot), embed_VD, head_VD,
+    )  # fmt: skip
+
+
+def prompts_of(run: LoadedRun, most: int | None) -> list[tuple[str, list[int]]]:
+    """(sample id, tokens before its first supervised one) of held-out samples."""
+    reader, prompts = run.store.reader(), []
+    for index in np.asarray(run.snapshot.indices("heldout")).tolist():
+        if most is not None and len(prompts) == most:
+            break
+        supervised = np.flatnonzero(run.snapshot.mask(index))
+        if len(supervised) and supervised[0] > 0:
+            name = run.snapshot.ids[index]
+            tokens = reader.read_tokens(name)[: supervised[0]]
+            prompts.append((name, [int(token) for token in tokens]))
+    return prompts
+
+
+def measure(cfg: EvalConfig) -> dict[str, Any]:
+    """Evaluates a run and writes `eval.json`; a result that is up to date is read, not redone.
+
+    Raises:
+        DataError: there is no held-out sample. MismatchError: another target than the cache's.
+    """
+    from stage2_train.build import resolve_device
+    from stage2_train.loader import heldout_batches
+
+    device = str(resolve_device(cfg.device))
+    path = Path(cfg.run_dir)
+    folder = checkpoint.find(path, cfg.checkpoint)
+    key = {
+        "checkpoint": folder.name,
+        "weights": checkpoint.load_state(folder).get("crc32c", {}).get("model.safetensors"),
+        "decode": cfg.decode,
+        "max_prompts": cfg.max_prompts,
+        "max_new_tokens": cfg.max_new_tokens,
+        "temperature": cfg.temperature,
+    }
+    known = read_evaluation(path)
+    if known is not None and known.get("key") == key and not cfg.again:
+        return known
+    run = load_run(path, cfg.checkpoint, device)
+    batches = heldout_batches(
+        run.snapshot, run.store.reader(), run.config, run.config.drafter.mask_token_id
+    )
+    block = run.config.drafter.block_size
+    result: dict[str, Any] = {"format": FORMAT, "key": key, "step": run.state["step"]}
+    result |= {"snapshot": run.snapshot.id, "spec_digest": run.store.spec.digest}
+    result |= heldout(
+        run.drafter, batches, run.embed_VD, run.head_VD, run.config.loss, block, device=device
+    )
+    if cfg.decode:
+        result |= decode_prompts(run, cfg, device)
+    write_atomic(path / "eval.json", json.dumps(result, indent=1).encode() + b"\n")
+    return result
+
+
+def read_evaluation(run_dir: Path) -> dict[str, Any] | None:
+    """eval.json of a run, None where there is none or it is of another format."""
+    try:
+        found = json.loads((run_dir / "eval.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and found.get("format") == FORMAT else None
+
+
+def decode_prompts(run: LoadedRun, cfg: EvalConfig, device: str) -> dict[str, Any]:
+    """Real acceptance, speed and losslessness over the held-out prompts."""
+    prompts = prompts_of(run, cfg.max_prompts)
+    if not prompts:
+        raise DataError(
+            "no held-out sample starts with a prompt", where=f"snapshot {run.snapshot.id}",
+            do="Extract with a larger data.heldout, or eval with decode=false",
+        )  # fmt: skip
+    target = load_target_of(run, cfg.target, device)
+    taps = [target.layers[index] for index in run.store.spec.layer_ids]
+    ends = [int(token) for token in run.store.target_assets().info.get("eos_token_ids") or []]
+    draft = decode.Draft(
+        run.drafter,
+        run.embed_VD,
+        run.head_VD,
+        run.config.drafter.mask_token_id,
+        run.config.drafter.block_size,
+    )
+    own = OwnOutputs(run, cfg)
+    rows, bar = [], progress(len(prompts), "decode", "prompt")
+    for name, prompt in prompts:
+        plain = own.get(name) or own.add(
+            name, decode.greedy(target.model, prompt, cfg.max_new_tokens, ends)
+        )
+        seed = int(hashlib.blake2b(name.encode(), digest_size=6).hexdigest(), 16)
+        started = time.perf_counter()
+        fast = decode.speculative(
+            target.model, taps, draft, prompt, cfg.max_new_tokens, ends,
+            temperature=cfg.temperature, generator=torch.Generator().manual_seed(seed),
+        )  # fmt: skip
+        rows.append(
+            {
+                "id": name,
+                "prompt_tokens": len(prompt),
+                "new_tokens": len(fast.tokens),
+                "committed": sum(fast.commits),
+                "passes": len(fast.commits),
+                "replays": fast.replays,
+                "identical": fast.tokens == plain["tokens"],
+                "seconds": round(time.perf_counter() - started, 4),
+                "draft_seconds": round(fast.seconds["draft"], 4),
+                "plain_tokens": len(plain["tokens"]),
+                "plain_seconds": plain["seconds"],
+            }
+        )
+        bar.update()
+    bar.close()
+    return summarise(rows, cfg.temperature) | {"prompts": rows, "plain_reused": own.reused}
+
+
+def summarise(rows: list[dict[str, Any]], temperature: float = 0.0) -> dict[str, Any]:
+    """Totals over prompts; real acceptance = committed tokens per verification pass."""
+    total = {key: sum(row[key] for row in rows) for key in rows[0] if key != "id"}
+    speed = total["new_tokens"] / total["seconds"] if total["seconds"] else None
+    plain = total["plain_tokens"] / total["plain_seconds"] if total["plain_seconds"] else None
+    return {
+        "real_acceptance": total["committed"] / total["passes"] if total["passes"] else None,
+        "output_identical": [total["identical"], len(rows)] if temperature <= 0 else None,
+        "tokens_per_s": speed,
+        "plain_tokens_per_s": plain,
+        "speedup": speed / plain if speed and plain else None,
+    }
+
+
+class OwnOutputs:
+    """The target's own greedy outputs, shared by the runs that lie in one folder.
+
+    They depend on the target, the prompt and the length alone, so arms of an experiment decode
+    them once: `<folder of the runs>/.target-outputs-<key>.jsonl`.
+    """
+
+    def __init__(self, run: LoadedRun, cfg: EvalConfig) -> None:
+        text = json.dumps([run.store.spec.weights, cfg.max_new_tokens, "float32"])
+        key = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        self.path = run.path.resolve().parent / f".target-outputs-{key}.jsonl"
+        self.reused = 0
+        lines = read_json_lines(self.path) if self.path.exists() and not cfg.again else []
+        self.rows = {line["id"]: line for line in lines}
+
+    def get(self, name: str) -> dict[str, Any] | None:
+        row = self.rows.get(name)
+        self.reused += row is not None
+        return row
+
+    def add(self, name: str, decoded: decode.Decoded) -> dict[str, Any]:
+        row = {
+            "id": name,
+            "tokens": decoded.tokens,
+            "seconds": round(sum(decoded.seconds.values()), 4),
+        }
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        return row
+
+
+def load_target_of(run: LoadedRun, given: TargetConfig | None, device: str) -> Any:
+    """The target in float32, proven to be the one whose states the cache holds.
+
+    Raises:
+        MismatchError: its weights are others.
+    """
+    from shared.target import load_target
+
+    info = run.store.target_assets().info
+    if given is None:
+        given = typed(TargetConfig, info["target"], where=f"{run.store.root}/target")
+    target = load_target(replace(given, dtype=Dtype.float32), device)
+    if target.weights_digest != run.store.spec.weights:
+        raise MismatchError(
+            f"the target's weights are {target.weights_digest}, the cache was extracted with "
+            f"{run.store.spec.weights}",
+            where=given.model,
+            do="Decode with the target of the cache",
+        )
+    return target
+
+
+def table(path: Path, result: dict[str, Any]) -> str:
+    """The result as terminal text."""
+    lines = [f"{path.name} at step {result['step']}"]
+    lines.append(f"  held-out loss          {result['heldout_loss']:.4f}")
+    lines.append(f"  accuracy               {result['accuracy']:.4f}")
+    lines.append(f"  estimated acceptance   {result['estimated_acceptance']:.3f} tokens/pass")
+    if result.get("real_acceptance") is not None:
+        lines.append(f"  real acceptance        {result['real_acceptance']:.3f} tokens/pass")
+        if result.get("output_identical"):
+            same, tried = result["output_identical"]
+            lines.append(f"  output identical       {same} of {tried} prompts")
+        lines.append(
+            f"  tokens/s               {result['tokens_per_s']:.1f} "
+            f"(target alone {result['plain_tokens_per_s']:.1f}, x{result['speedup']:.2f})"
+        )
+    slots = result["slot_accuracy"]
+    lines.append("  slot      " + " ".join(f"{k:>5}" for k in range(1, len(slots) + 1)))
+    lines.append("  accuracy  " + " ".join(f"{value:5.3f}" for value in slots))
+    return "\n".join(lines)
+
+
+def evaluate(cfg: EvalConfig) -> int:
+    """The word: measures, prints the table. Exit code 1 when an output is not the target's own."""
+    result = measure(cfg)
+    say(table(Path(cfg.run_dir), result))
+    identical = result.get("output_identical")
+    if identical and identical[0] != identical[1]:
+        names = [row["id"] for row in result["prompts"] if not row["identical"]]
+        note(f"not the target's own output: {', '.join(names[:5])}")
+        return 1
+    return 0

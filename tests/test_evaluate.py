@@ -1,0 +1,132 @@
+"""The `eval` word on a real (tiny, random) target: one train run, decoded losslessly."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from shared.capture import capture
+from shared.config import Dtype, TargetConfig, to_plain, typed
+from shared.errors import MismatchError
+from shared.sample import SnapshotRow, pack_mask, sample_id
+from shared.store import Store
+from shared.target import load_target
+from stage2_train import decode, evaluate
+from stage2_train.build import train_run
+from stage2_train.config import EvalConfig, TrainConfig
+from tests.tiny_cache import tiny_config
+
+TARGET = TargetConfig(
+    name="tiny", model="random://llama?seed=1", dtype=Dtype.float32, num_taps=2,
+    mask_token="<|mask|>",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """(cache root, run directory): twelve samples of the target's own text, six training steps."""
+    root = tmp_path_factory.mktemp("eval")
+    target = load_target(TARGET)
+    rng, samples, rows = np.random.default_rng(0), [], []
+    for index in range(12):
+        prompt = [int(t) for t in rng.integers(0, 256, 5 + index % 4)]
+        answer = decode.greedy(target.model, prompt, 14).tokens
+        tokens = np.array(prompt + answer, dtype=np.int32)
+        mask = np.arange(len(tokens)) >= len(prompt)
+        split = "heldout" if index < 4 else "train"
+        samples.append((sample_id(tokens), tokens))
+        rows.append(
+            SnapshotRow(samples[-1][0], len(tokens), pack_mask(mask), split, f"x.jsonl:{index}")
+        )
+    spec = target.spec()
+    store = Store.create(root / "cache", spec)
+    with store.write_shard(samples, "lossless", "zarr") as writer:
+        for name, tokens in samples:
+            ids = torch.from_numpy(tokens).long()[None]
+            hidden = capture(target, ids, [len(tokens)], spec.layer_ids)[0]
+            writer.append(name, hidden.view(torch.int16).numpy().view(np.uint16))
+    info = {
+        "model": TARGET.model, "target": to_plain(TARGET), "mask_token_id": 259, "tied": True,
+        "vocab_size": target.embed.weight.shape[0], "hidden_size": target.info.hidden_size,
+        "eos_token_ids": [258], "layer_ids": list(spec.layer_ids),
+    }  # fmt: skip
+    store.write_target_assets(target.embed.weight, None, info)
+    store.write_snapshot(rows, {"name": "tiny"})
+    train_run(tiny_config(root / "cache", root / "run", steps=6))
+    return root / "cache", root / "run"
+
+
+def test_measures_and_decodes_losslessly(world, capsys):
+    _, run_dir = world
+    assert evaluate.evaluate(EvalConfig(run_dir=str(run_dir), max_new_tokens=20)) == 0
+    result = json.loads((run_dir / "eval.json").read_text())
+    assert result["output_identical"] == [4, 4]
+    assert result["real_acceptance"] >= 1
+    assert 1 <= result["estimated_acceptance"] <= 4
+    assert len(result["slot_accuracy"]) == 3
+    assert len(result["prompts"]) == len(result["samples"]) == 4
+    assert result["heldout_loss"] == pytest.approx(
+        sum(s["loss_sum"] for s in result["samples"]) / sum(s["weight"] for s in result["samples"])
+    )
+    text = capsys.readouterr().out
+    assert f"{result['heldout_loss']:.4f}" in text
+    assert "4 of 4 prompts" in text
+
+
+def test_trap_41_the_same_weights_give_the_same_number(world):
+    _, run_dir = world
+    one, two = (
+        evaluate.measure(EvalConfig(run_dir=str(run_dir), decode=False, again=True))
+        for _ in range(2)
+    )
+    assert one["heldout_loss"] == two["heldout_loss"]
+    assert one["samples"] == two["samples"]
+
+
+def test_an_up_to_date_result_is_read(world):
+    _, run_dir = world
+    config = EvalConfig(run_dir=str(run_dir), decode=False)
+    first = evaluate.measure(config)
+    (run_dir / "eval.json").write_text(json.dumps(first | {"marker": 1}))
+    assert evaluate.measure(config).get("marker") == 1
+    assert "marker" not in evaluate.measure(replace(config, again=True))
+    assert "marker" not in evaluate.measure(replace(config, checkpoint="step-000006", again=True))
+
+
+def test_another_target_is_refused(world):
+    _, run_dir = world
+    other = replace(TARGET, model="random://llama?seed=2")
+    with pytest.raises(MismatchError, match="weights"):
+        evaluate.measure(EvalConfig(run_dir=str(run_dir), target=other, again=True))
+    with pytest.raises(MismatchError, match="step-000099"):
+        evaluate.measure(EvalConfig(run_dir=str(run_dir), checkpoint="step-000099"))
+
+
+def test_sampling_runs(world):
+    _, run_dir = world
+    result = evaluate.measure(
+        EvalConfig(run_dir=str(run_dir), temperature=1.0, max_new_tokens=8, max_prompts=2)
+    )
+    assert result["output_identical"] is None
+    assert result["real_acceptance"] >= 1
+
+
+def test_wrong_output_is_not_a_success(world, monkeypatch, capsys):
+    _, run_dir = world
+    monkeypatch.setattr(evaluate, "measure", lambda cfg: {
+        "step": 1, "heldout_loss": 1.0, "accuracy": 0.5, "estimated_acceptance": 1.0,
+        "real_acceptance": 1.0, "output_identical": [1, 2], "tokens_per_s": 1.0,
+        "plain_tokens_per_s": 1.0, "speedup": 1.0, "slot_accuracy": [0.5],
+        "prompts": [{"id": "a", "identical": True}, {"id": "b", "identical": False}],
+    })  # fmt: skip
+    assert evaluate.evaluate(EvalConfig(run_dir=str(run_dir))) == 1
+    assert "b" in capsys.readouterr().err
+
+
+def test_stored_configurations_are_read_back():
+    plain = to_plain(TrainConfig(run_dir="r"))
+    plain["cache"]["root"] = "c"
+    back = typed(TrainConfig, plain | {"gone": 1})
+    assert to_plain(back) == plain
