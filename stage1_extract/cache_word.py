@@ -40,10 +40,14 @@ def ls(cfg: CacheWordConfig) -> int:
     say(f"  layers {taps}; {spec.num_states} x {spec.hidden_size} {spec.dtype} a token")
     say("  " + ", ".join(f"{key} {value}" for key, value in spec.backend.items()))
     kinds: dict[tuple[str, str], list[int]] = {}
+    worst: dict[str, tuple[float, ...]] = {}
     for name in store.shard_ids():
         info = store.shard(name)
         row = kinds.setdefault((info.container, info.codec), [0, 0, 0, 0])
         tokens = int(info.num_tokens.sum(dtype="int64"))
+        if info.layer_error:
+            old = worst.get(info.codec, info.layer_error)
+            worst[info.codec] = tuple(map(max, old, info.layer_error))
         for place, amount in enumerate((1, len(info.ids), tokens, info.stored_bytes)):
             row[place] += amount
     for (container, codec), (shards, samples, tokens, stored) in sorted(kinds.items()):
@@ -52,6 +56,8 @@ def ls(cfg: CacheWordConfig) -> int:
             f"  {container}/{codec}: {shards} shards, {samples} samples, {tokens} tokens, "
             f"{_size(stored)} ({ratio:.3f} of bf16)"
         )
+        if errors := worst.get(codec):
+            say(f"    largest relative error by state: {', '.join(f'{x:.2g}' for x in errors)}")
     if not kinds:
         say("  no shards yet")
     latest = store.resolve() if store.files.exists("snapshots/latest") else None

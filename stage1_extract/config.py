@@ -47,9 +47,7 @@ class Thinking(Enum):
 class DataConfig:
     """Chat data and how it becomes tokens and a loss mask."""
 
-    paths: list[str] = opt(
-        [], "files or globs: JSONL, JSON or Parquet, optionally .gz or .zst"
-    )
+    paths: list[str] = opt([], "files or globs: JSONL, JSON or Parquet, optionally .gz or .zst")
     max_tokens: int = opt(4096, "a longer sample is cut here; its mask is cut with it")
     min_supervised: int = opt(2, "a sample with fewer supervised tokens is rejected")
     heldout: float = opt(0.1, "share of samples held out from training, chosen by sample id")
@@ -100,6 +98,19 @@ class GenerateConfig:
 
 
 @dataclass
+class SheetConfig:
+    """Rates for plan's bottleneck sheet; it is printed when both rates are given."""
+
+    target_rate: float | None = opt(None, "batches/s of the target on all its GPUs together")
+    drafter_rate: float | None = opt(None, "batches/s of drafter training on all its GPUs")
+    target_gpus: int = opt(3, "GPUs that run the target")
+    drafter_gpus: int = opt(1, "GPUs that train the drafter")
+    trials: int = opt(2, "training runs on the same data")
+    batches: int | None = opt(None, "batches in the data set")
+    epochs: int = opt(6, "passes over the data per run")
+
+
+@dataclass
 class PlanConfig:
     """drafttape plan"""
 
@@ -108,6 +119,12 @@ class PlanConfig:
     tokens: float | None = opt(None, "plan for so many tokens instead of reading data.paths")
     tokens_per_s: float | None = opt(None, "target speed in tokens/s, for the hours")
     last_hidden: bool = opt(False, "also store the post-norm last hidden state")
+    shard_bytes: int = opt(2 << 30, "bytes of bf16 hidden states in a shard")
+    batch_tokens: int = opt(8192, "token budget of a forward pass, pads included")
+    disk: str | None = opt(None, "directory whose free space is shown")
+    probe: bool = opt(False, "load the target and measure its tokens/s for half a minute")
+    device: str = opt("auto", "for probe: auto, cpu, cuda, cuda:N")
+    sheet: SheetConfig = opt(SheetConfig, "the bottleneck sheet")
 
 
 @dataclass

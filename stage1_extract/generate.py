@@ -1,7 +1,7 @@
 """drafttape generate: the target answers prompts, turn after turn; finished chats are appended.
 
-A chat is known by its prompts (`key`), so a second run goes on where the first one stopped. When all
-is done the file is put into the prompts' order.
+A chat is known by its prompts (`key`), so a second run goes on where the first one stopped. When
+all is done the file is put into the prompts' order.
 """
 
 import hashlib

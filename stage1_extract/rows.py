@@ -75,9 +75,7 @@ def data_files(paths: Sequence[str]) -> list[str]:
     files: dict[str, None] = {}
     for path in paths:
         expanded = str(Path(path).expanduser())
-        found = (
-            [expanded] if Path(expanded).is_file() else sorted(glob.glob(expanded, recursive=True))
-        )
+        found = [expanded] if Path(expanded).is_file() else _matches(expanded)
         found = [name for name in found if Path(name).is_file()]
         if not found:
             what = "it is a directory" if Path(expanded).is_dir() else "no such file"
@@ -88,6 +86,10 @@ def data_files(paths: Sequence[str]) -> list[str]:
 
 def _glob(pattern: str) -> list[str]:
     return sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207
+
+
+def _matches(pattern: str) -> list[str]:
+    return sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207  (pattern may be absolute)
 
 
 def read_rows(files: Sequence[str], limit: int | None = None) -> Iterator[Row | Reject]:
