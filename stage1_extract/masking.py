@@ -134,11 +134,9 @@ class ChatTemplate:
             start = places[first][0]
             if mask_thinking and "a" in kinds:
                 start = places[kinds["a"]][0]
-            elif marks[first][1] != "a" and self.header:
+            elif marks[first][1] != "a":
                 # A think part or a tool call: the tags before it are the assistant's own.
-                before = literals[first].rfind(self.header)
-                if before >= 0:
-                    start -= len(literals[first]) - before - len(self.header)
+                start -= self._own_tags(literals[first])
             end = places[last][1]
             if not assistants[number].cut and self.end_token:
                 limit = places[last + 1][0] if last + 1 < len(places) else len(text)
@@ -147,6 +145,14 @@ class ChatTemplate:
             if end > start:
                 spans.append((start, end))
         return Rendered(text, spans)
+
+    def _own_tags(self, literal: str) -> int:
+        """How many characters at the end of `literal` come after the header, or are a think tag."""
+        place = literal.rfind(self.header) if self.header else -1
+        if place >= 0:
+            return len(literal) - place - len(self.header)
+        tag = re.search(r"<think>\s*$", literal)
+        return len(literal) - tag.start() if tag else 0
 
     def render_text(self, text: str, *, last_only: bool = False) -> Rendered:
         """Spans of text that was rendered before: from each header to the end token after it.
