@@ -11,7 +11,7 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
-from shared.codec import get_codec
+from shared.codec import Codec, get_codec
 from shared.errors import CorruptionError
 from shared.fs import Blob
 from shared.shards import ShardInfo, damaged, read_blob
@@ -28,17 +28,41 @@ def crc32c(data: Any) -> bytes:
 class ChunkWriter:
     """Encodes samples; a container says where chunks go (`append_chunks`)."""
 
-    info: ShardInfo
     suffix: str
+
+    def __init__(self, info: ShardInfo) -> None:
+        self.info = info
+        self._squares = np.zeros((2, info.num_states))
 
     def append(self, row: int, hidden_TLD: np.ndarray) -> None:
         """Adds a sample's states, uint16 [T, L, D]."""
         codec, size = get_codec(self.info.codec), self.info.chunk_tokens
         chunks = []
         for start in range(0, len(hidden_TLD), size):
-            data = codec.encode(hidden_TLD[start : start + size], size)
-            chunks += [data, crc32c(data)]
-        self.append_chunks(row, [a + b for a, b in zip(chunks[::2], chunks[1::2], strict=True)])
+            rows_RLD = hidden_TLD[start : start + size]
+            data = codec.encode(rows_RLD, size)
+            chunks.append(data + crc32c(data))
+            if codec.lossy:
+                self._measure(codec, rows_RLD, data)
+        self.append_chunks(row, chunks)
+
+    def _measure(self, codec: Codec, rows_RLD: np.ndarray, data: bytes) -> None:
+        """Adds a chunk's squared error and square, per state, to the shard's."""
+        from shared.quantize import to_float
+
+        decoded_RLD = np.empty_like(rows_RLD)
+        codec.decode(data, decoded_RLD, self.info.chunk_tokens)
+        true_RLD = to_float(rows_RLD).astype(np.float64)
+        error_RLD = to_float(decoded_RLD) - true_RLD
+        self._squares += [(x * x).sum((0, 2)) for x in (error_RLD, true_RLD)]
+
+    @property
+    def layer_error(self) -> tuple[float, ...]:
+        """Relative L2 error of each state; empty for a lossless codec."""
+        if not self._squares.any():
+            return ()
+        error_L, true_L = self._squares
+        return tuple(float(f"{x:.6g}") for x in np.sqrt(error_L / np.maximum(true_L, 1e-300)))
 
     def append_chunks(self, row: int, chunks: Sequence[Any]) -> None:
         """Adds a sample as stored chunks."""

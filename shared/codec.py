@@ -43,7 +43,8 @@ class Codec(Protocol):
 
 
 @cache
-def _blosc() -> Any:
+def blosc() -> Any:
+    """numcodecs.blosc, single-threaded."""
     import numcodecs.blosc
 
     # One thread: readers and writers are parallel by process, and figures are per CPU second.
@@ -85,24 +86,22 @@ class BloscCodec:
         ]
 
     def encode(self, rows_RLD: np.ndarray, chunk_tokens: int) -> bytes:
-        blosc = _blosc()
-        shuffle = {"shuffle": blosc.SHUFFLE, "bitshuffle": blosc.BITSHUFFLE}[self.shuffle]
+        shuffle = {"shuffle": blosc().SHUFFLE, "bitshuffle": blosc().BITSHUFFLE}[self.shuffle]
         block_CLD = padded(rows_RLD, chunk_tokens)
-        return blosc.compress(
+        return blosc().compress(
             block_CLD.reshape(-1), self.cname.encode(), self.clevel, shuffle, self.blocksize
         )
 
     def decode(self, data: Any, out_RLD: np.ndarray, chunk_tokens: int) -> None:
         row_bytes = out_RLD.shape[1] * out_RLD.shape[2] * 2
         check_blosc(data, chunk_tokens * row_bytes)
-        blosc = _blosc()
         try:
             if len(out_RLD) == chunk_tokens and out_RLD.flags.c_contiguous:
-                blosc.decompress(data, out_RLD.reshape(-1))
+                blosc().decompress(data, out_RLD.reshape(-1))
             else:
-                scratch = _scratch(chunk_tokens * row_bytes // 2)
-                blosc.decompress(data, scratch)
-                out_RLD[:] = scratch[: out_RLD.size].reshape(out_RLD.shape)
+                chunk = scratch(chunk_tokens * row_bytes // 2)
+                blosc().decompress(data, chunk)
+                out_RLD[:] = chunk[: out_RLD.size].reshape(out_RLD.shape)
         except RuntimeError as error:
             raise CorruptionError(f"a chunk can't be decoded ({error})") from None
 
@@ -129,27 +128,35 @@ class _Scratch(threading.local):
 _SCRATCH = _Scratch()
 
 
-def _scratch(size: int) -> np.ndarray:
+def scratch(size: int) -> np.ndarray:
     """A uint16 buffer of this thread, used again: page faults cost more than decoding."""
     if _SCRATCH.buffer.size < size:
         _SCRATCH.buffer = np.empty(size, np.uint16)
     return _SCRATCH.buffer[:size]
 
 
-CODECS: dict[str, Codec] = {
-    "lossless": BloscCodec("lossless", "zstd", 1, "shuffle"),
-    "fast": BloscCodec("fast", "lz4", 5, "bitshuffle"),
-}
+NAMES = ("lossless", "fast", "int8", "bits5", "bits4", "bits3", "int4")
 
 
+@cache
 def get_codec(name: str) -> Codec:
     """
     Raises:
         ConfigError: there is no such codec.
     """
-    if name not in CODECS:
-        raise ConfigError(f"there is no codec {name!r}", do=f"Choose one of {', '.join(CODECS)}")
-    return CODECS[name]
+    from shared.quantize import Int4Codec, Int8Codec, RoundedCodec
+
+    if name == "lossless":
+        return BloscCodec(name, "zstd", 1, "shuffle")
+    if name == "fast":
+        return BloscCodec(name, "lz4", 5, "bitshuffle")
+    if name == "int8":
+        return Int8Codec()
+    if name == "int4":
+        return Int4Codec()
+    if name in ("bits5", "bits4", "bits3"):
+        return RoundedCodec(name, "zstd", 1, "shuffle", mantissa=int(name[4]))
+    raise ConfigError(f"there is no codec {name!r}", do=f"Choose one of {', '.join(NAMES)}")
 
 
 def check_chunk_size(chunk_tokens: int, num_states: int, hidden_size: int) -> None:

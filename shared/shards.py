@@ -44,6 +44,7 @@ class ShardInfo:
 
     Args:
         files: path after `shards/<id>` (".tar", "/hidden/c/0/0/0") to (bytes, sha256).
+        layer_error: relative L2 error of each state under a lossy codec; empty if lossless.
         extra: what only the container needs (the tar's offset index).
     """
 
@@ -57,6 +58,7 @@ class ShardInfo:
     num_tokens: np.ndarray
     chunk_tokens: int = CHUNK_TOKENS
     files: dict[str, tuple[int, str]] = field(default_factory=dict)
+    layer_error: tuple[float, ...] = ()
     extra: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
 
@@ -92,6 +94,7 @@ class ShardInfo:
             "ids": list(self.ids),
             "num_tokens": self.num_tokens.tolist(),
             "files": {path: list(entry) for path, entry in self.files.items()},
+            "layer_error": list(self.layer_error),
             "extra": self.extra,
             "versions": self.versions,
         }
@@ -116,6 +119,7 @@ class ShardInfo:
                 num_tokens=np.array(document["num_tokens"], np.int32),
                 chunk_tokens=int(document["chunk_tokens"]),
                 files={path: (int(n), str(sha)) for path, (n, sha) in document["files"].items()},
+                layer_error=tuple(map(float, document["layer_error"])),
                 extra=document["extra"],
                 versions=document["versions"],
             )

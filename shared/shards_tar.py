@@ -41,7 +41,8 @@ class TarWriter(ChunkWriter):
     suffix = TAR
 
     def __init__(self, path: Path, info: ShardInfo, tokens: Sequence[np.ndarray]) -> None:
-        self.info, self._tokens = info, tokens
+        super().__init__(info)
+        self._tokens = tokens
         self._sha, self._offset = hashlib.sha256(), 0
         self._starts: list[int] = []
         self._token_starts: list[int] = []

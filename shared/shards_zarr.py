@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from shared.chunks import CRC_BYTES, ChunkReader, ChunkWriter, crc32c
-from shared.codec import FILL, Codec, check_blosc, get_codec
+from shared.codec import FILL, Codec, blosc, check_blosc, get_codec
 from shared.errors import CorruptionError
 from shared.fs import LocalFiles, fsync_path
 from shared.shards import ShardInfo, damaged, open_blob, read_blob
@@ -87,18 +87,17 @@ class ZarrWriter(ChunkWriter):
     suffix = ""
 
     def __init__(self, path: Path, info: ShardInfo, tokens: Sequence[np.ndarray]) -> None:
-        self._path, self.info = path, info
+        super().__init__(info)
+        self._path = path
         self._index = np.zeros((info.num_chunks, 2), "<u8")
         self._files: dict[str, tuple[int, str]] = {}
         self._sha, self._offset, self._chunk = hashlib.sha256(), 0, 0
         for name, document in _metadata(info, get_codec(info.codec)).items():
             self._put(name, json.dumps(document, indent=1).encode())
-        from numcodecs.blosc import SHUFFLE, compress
-
         tokens_N = np.full(info.num_rows, 0xFFFFFFFF, "<u4")
         for ids_T, chunk in zip(tokens, info.chunk_starts[:-1].tolist(), strict=True):
             tokens_N[chunk * info.chunk_tokens :][: len(ids_T)] = ids_T
-        data = compress(tokens_N, b"zstd", 3, SHUFFLE, 0)
+        data = blosc().compress(tokens_N, b"zstd", 3, blosc().SHUFFLE, 0)
         self._put(TOKENS, data + crc32c(data))
         target = self._path / HIDDEN[1:]
         target.parent.mkdir(parents=True)
@@ -172,8 +171,6 @@ class ZarrReader(ChunkReader):
         return self._tokens_N[start : start + int(self.info.num_tokens[row])].astype(np.int32)
 
     def _read_tokens(self) -> np.ndarray:
-        from numcodecs.blosc import decompress
-
         blob = open_blob(self._files, self.info, TOKENS)
         data = np.empty(blob.size, np.uint8)
         read_blob(blob, self.info, data, 0, "the tokens")
@@ -184,7 +181,7 @@ class ZarrReader(ChunkReader):
         tokens_N = np.empty(self.info.num_rows, "<u4")
         try:
             check_blosc(body, tokens_N.nbytes)
-            decompress(body, tokens_N)
+            blosc().decompress(body, tokens_N)
         except (CorruptionError, RuntimeError) as error:
             raise damaged(self.info, None, f"the tokens can't be decoded ({error})") from None
         return tokens_N

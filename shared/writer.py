@@ -112,6 +112,8 @@ class ShardWriter:
         with disk_errors(f"{store.root}/shards"):
             files, extra = self._writer.finish()
             info = replace(self._info, files=files, extra=extra)
+            if old is None:
+                info = replace(info, layer_error=self._writer.layer_error)
             # One committer of a shard at a time: data and sidecar are always of one writer.
             lock = Lock.take(store.files.path(f"shards/.lock-{self.shard_id}"), wait=True)
             assert lock is not None
