@@ -140,9 +140,9 @@ class Int4Codec:
         q = np.empty((packed.size, 2), np.int8)
         q[:, 0], q[:, 1] = packed & 15, packed >> 4
         q_RLGg = q.reshape(len(out_RLD), num_states, -1, self.group) - np.int8(8)
-        y = q_RLGg.astype(np.float32) * scale_RLG[: len(out_RLD), ..., None]
-        y_RLD = rotate(y.reshape(len(out_RLD), num_states, width), self.rotation)
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):
+            y = q_RLGg.astype(np.float32) * scale_RLG[: len(out_RLD), ..., None]
+            y_RLD = rotate(y.reshape(len(out_RLD), num_states, width), self.rotation)
             x_RLD = y_RLD[..., :size] * exp2_quarter(k_LD)
         out_RLD[:] = to_bits(np.clip(x_RLD, -_MAX, _MAX))
 
@@ -285,5 +285,7 @@ def dequantise_numpy(
 ) -> None:
     """The naive twin of `dequantise`."""
     size = q_RLD.shape[2]
-    x_RLD = q_RLD.astype(np.float32) * channel_LD
-    out_RLD[:] = to_bits(x_RLD * np.repeat(scale_RLG, group, axis=-1)[..., :size])
+    with np.errstate(over="ignore", invalid="ignore"):
+        x_RLD = q_RLD.astype(np.float32) * channel_LD
+        x_RLD *= np.repeat(scale_RLG, group, axis=-1)[..., :size]
+    out_RLD[:] = to_bits(x_RLD)

@@ -41,8 +41,8 @@ def test_lossless_codecs_return_every_bit(name, x_RLD):
 
 # Relative L2 error and bits a value of channel-scaled normal values, with some room.
 BOUNDS = {
-    "int8": (0.0085, 8.6), "bits5": (0.009, 11.0), "bits4": (0.017, 10.5),
-    "bits3": (0.034, 9.5), "int4": (0.15, 5.0),
+    "int8": (0.0085, 8.6), "bits5": (0.0075, 11.5), "bits4": (0.0145, 10.5),
+    "bits3": (0.0285, 9.5), "int4": (0.12, 5.0),
 }  # fmt: skip
 
 
@@ -53,7 +53,7 @@ def test_lossy_codecs_stay_within_their_error_and_size(name, rows):
     y_RLD = decoded(name, x_RLD)
     true, got = to_float(x_RLD), to_float(y_RLD)
     error = np.linalg.norm(got - true) / np.linalg.norm(true)
-    assert error < BOUNDS[name][0]
+    assert error < BOUNDS[name][0] * (1.5 if rows == 1 else 1)
     if rows == 64:
         assert len(get_codec(name).encode(x_RLD, 64)) * 8 / x_RLD.size < BOUNDS[name][1]
     assert np.array_equal(decoded(name, x_RLD, rows=rows // 2 + 1), y_RLD[: rows // 2 + 1])
