@@ -155,6 +155,7 @@ def prepared(path: Path, cfg: TargetConfig, digest: str) -> Path:
             dtype=torch.float32,
             quantization_config=GgufConfig(dequantize=True),
         )
+    refuse_gguf(model.config, path / cfg.gguf_file)
     temporary = folder.with_name(f".tmp-{digest}-{secrets.token_hex(4)}")
     try:
         temporary.mkdir(parents=True)
@@ -176,6 +177,21 @@ def prepared(path: Path, cfg: TargetConfig, digest: str) -> Path:
                 do="Set DRAFTTAPE_HOME to a folder that can be written",
             ) from None
     return folder
+
+
+def refuse_gguf(config: Any, where: object) -> None:
+    """
+    Raises:
+        TargetError: the target has delta rule layers; converting their heads is not verified.
+    """
+    kinds = getattr(config.get_text_config(decoder=True), "layer_types", None) or []
+    if any("linear" in kind for kind in kinds):
+        raise TargetError(
+            "GGUF targets with gated delta net layers are not supported: converters order their "
+            "value heads in different ways, and a wrong order is silent",
+            where=where,
+            do="Use the safetensors weights",
+        )
 
 
 def read_config(path: Path, cfg: TargetConfig) -> Any:
