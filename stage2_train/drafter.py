@@ -19,6 +19,7 @@ from stage2_train.config import DrafterConfig
 from stage2_train.geometry import GAP, Context, Geometry
 from stage2_train.layers import MLP, Linear, RMSNorm
 from stage2_train.mixer import GDNMixer, MixerState
+from stage2_train.scan import read_by_scan
 
 LAYER_TYPES = ("linear_attention", "full_attention", "sliding_attention")
 
@@ -35,7 +36,7 @@ class DrafterLayer(nn.Module):
             self.linear_attn = GDNMixer(
                 hidden_size, cfg.linear_num_key_heads, cfg.linear_num_value_heads,
                 cfg.linear_key_head_dim, cfg.linear_value_head_dim, cfg.conv_kernel_size,
-                cfg.rms_norm_eps,
+                cfg.rms_norm_eps, cfg.bidirectional_block,
             )  # fmt: skip
         else:
             self.self_attn = BlockAttention(
@@ -97,6 +98,25 @@ class Drafter(nn.Module):
     def dtype(self) -> torch.dtype:
         """What the layers compute in."""
         return self.compute_dtype or self.fc.weight.dtype
+
+    def use_kernels(self, device: torch.device) -> bool:
+        """Lets GDN layers read by FLA's kernel on a CUDA device, after a check on that device.
+
+        Returns:
+            whether the kernel is used; without FLA or CUDA the scan is.
+
+        Raises:
+            TrainingError: the kernel's results or gradients differ from the scan's.
+        """
+        from stage2_train import kernels
+
+        fast = kernels.available(device)
+        if fast:
+            kernels.check(device, self.cfg.linear_key_head_dim, self.cfg.linear_value_head_dim)
+        for layer in self.layers:
+            if isinstance(layer.mixer, GDNMixer):
+                layer.mixer.read = kernels.read_by_kernel if fast else read_by_scan
+        return fast
 
     def parts(self) -> dict:
         """Parameter name -> Muon's parts (see `param_rules`), every matrix."""

@@ -15,7 +15,7 @@ from torch import nn
 
 from stage2_train.geometry import GAP, Context, Geometry
 from stage2_train.layers import Linear, RMSNormGated, ShortConv, l2norm
-from stage2_train.scan import Tokens, block_rows, blocks_from_context, run_state
+from stage2_train.scan import Tokens, block_rows, blocks_from_context, read_by_scan, run_state
 
 
 @dataclass
@@ -36,15 +36,19 @@ class GDNMixer(nn.Module):
         key_dim, value_dim: K, V.
         kernel: taps of the causal depthwise convolutions.
         eps: of the output norm.
+        bidirectional: slots also read the block from its end.
     """
 
     def __init__(
-        self, hidden_size, num_key_heads, num_value_heads, key_dim, value_dim, kernel, eps
-    ):
+        self, hidden_size, num_key_heads, num_value_heads, key_dim, value_dim, kernel, eps,
+        bidirectional=False,
+    ):  # fmt: skip
         super().__init__()
         assert kernel - 1 <= GAP
         self.num_key_heads, self.num_value_heads = num_key_heads, num_value_heads
         self.key_dim, self.value_dim = key_dim, value_dim
+        self.bidirectional = bidirectional
+        self.read = read_by_scan
         keys, values = num_key_heads * key_dim, num_value_heads * value_dim
         self.q_proj = Linear(hidden_size, keys)
         self.k_proj = Linear(hidden_size, keys)
@@ -130,7 +134,10 @@ class GDNMixer(nn.Module):
     def forward(self, block_NBD, context: Context, geometry: Geometry) -> torch.Tensor:
         """[N, B, D] -> [N, B, D]."""
         context = self.context_tokens(context.spread_PD, geometry)
-        o_NBHV = blocks_from_context(context, self.block_tokens(block_NBD), geometry)
+        o_NBHV = blocks_from_context(
+            context, self.block_tokens(block_NBD), geometry,
+            read=self.read, bidirectional=self.bidirectional,
+        )  # fmt: skip
         return self.output(o_NBHV, block_NBD)
 
     def new_state(self) -> MixerState:
@@ -160,7 +167,7 @@ class GDNMixer(nn.Module):
 
     def draft(self, state: MixerState, block_1BD) -> torch.Tensor:
         """A block right behind the context; the state isn't changed."""
-        x, finish = block_rows(self.block_tokens(block_1BD))
+        x, finish = block_rows(self.block_tokens(block_1BD), self.bidirectional)
         return self.output(finish(x @ state.state_HKV[:, None]), block_1BD)
 
 

@@ -235,18 +235,27 @@ def _chunk_end(k, total, geometry: Geometry):
     return k * to_end[..., None], end.exp().to(k) * geometry.alive_ZC[:, -1:]
 
 
-def blocks_from_context(context: Tokens, block: Tokens, geometry: Geometry) -> torch.Tensor:
+def blocks_from_context(
+    context: Tokens, block: Tokens, geometry: Geometry, *, read=None, bidirectional: bool = False
+) -> torch.Tensor:
     """Reads of all blocks, each continued from the state right before its anchor.
 
     Args:
         context: k [Z, C, H, K], v [Z, C, H, V], beta, g [Z, C, H] by chunk; behind the row's end
             k and v are zero.
         block: q, k [N, B, H, K], v [N, B, H, V], beta, g [N, B, H].
+        read: how the states are read; `read_by_scan` if None.
+        bidirectional: see `block_rows`.
 
     Returns:
         o [N, B, H, V].
     """
-    x, finish = block_rows(block)
+    x, finish = block_rows(block, bidirectional)
+    return finish((read or read_by_scan)(context, x, geometry))
+
+
+def read_by_scan(context: Tokens, x: torch.Tensor, geometry: Geometry) -> torch.Tensor:
+    """Y = X F for every anchor, F the state right before it: [H, N, R, K] -> [H, N, R, V]."""
     chunks = Tokens(
         None,
         *(t.transpose(1, 2).contiguous() for t in (context.k, context.v, context.beta, context.g)),
@@ -260,11 +269,7 @@ def blocks_from_context(context: Tokens, block: Tokens, geometry: Geometry) -> t
     )
     pair_decay = _decay(before - total_N, geometry.hidden_NC, u)
     x_decay = before[..., 0].exp().to(u) * geometry.anchor_alive_N
-    y = scan_read(
-        u, w, chunks.k, k_end, fade, x, x_decay, pair_decay,
-        geometry.anchor_bounds,
-    )  # fmt: skip
-    return finish(y)
+    return scan_read(u, w, chunks.k, k_end, fade, x, x_decay, pair_decay, geometry.anchor_bounds)
 
 
 def _decay(log, hidden, like):
@@ -272,11 +277,13 @@ def _decay(log, hidden, like):
     return log.to(like).masked_fill(hidden, -math.inf).exp()
 
 
-def block_rows(block: Tokens):
+def block_rows(block: Tokens, bidirectional: bool = False):
     """The rows X with which blocks read their starting states, and how they go on from Y = X F.
 
     Args:
         block: q, k [N, B, H, K], v [N, B, H, V], beta, g [N, B, H].
+        bidirectional: adds what a second recurrence from the block's end to its start, beginning
+            empty, holds right before each token.
 
     Returns:
         x [H, N, 2B, K] and finish: y [H, N, 2B, V] -> o [N, B, H, V].
@@ -287,11 +294,18 @@ def block_rows(block: Tokens):
     later = torch.ones(size, size, dtype=torch.bool, device=k.device).triu(1)
     u, w, total, between = chunk_solve(Tokens(None, k, v, beta, g), later, None)
     x = torch.cat([w, q * total.exp().to(q)[..., None]], 2)
-    scores = (q @ k.mT) * between
+    products = q @ k.mT
+    scores = products * between
+    from_end = None
+    if bidirectional:
+        turned = Tokens(None, *(t.flip(2) for t in (k, v, beta, g)))
+        u_turned, _, _, between = chunk_solve(turned, later, None)
+        from_end = ((products.flip(2, 3) * between).tril(-1) @ u_turned).flip(2)
 
     def finish(y):
         y_w, y_q = y.split(size, 2)
-        return (y_q + scores @ (u - y_w)).permute(1, 2, 0, 3)
+        out = y_q + scores @ (u - y_w)
+        return (out if from_end is None else out + from_end).permute(1, 2, 0, 3)
 
     return x, finish
 

@@ -25,7 +25,18 @@ def delta_rule(k, v, beta, g, state, q=None):
     return state, torch.stack(reads) if reads else v.new_zeros(0, *v.shape[1:])
 
 
-def blocks_from_context(context, block, documents, anchors, anchor_documents):
+def from_end(k, v, beta, g, q):
+    """What a recurrence from the last token to the first holds right before each token."""
+    state = k.new_zeros(*k.shape[1:], v.shape[-1])
+    reads = []
+    for t in reversed(range(len(k))):
+        decayed = g[t].exp()[:, None, None] * state
+        reads.append(torch.einsum("hkv,hk->hv", decayed, q[t]))
+        state, _ = delta_rule(k[t : t + 1], v[t : t + 1], beta[t : t + 1], g[t : t + 1], state)
+    return torch.stack(reads[::-1])
+
+
+def blocks_from_context(context, block, documents, anchors, anchor_documents, bidirectional=False):
     """Each block alone: its document's context before the anchor, then its own tokens.
 
     Args:
@@ -45,5 +56,7 @@ def blocks_from_context(context, block, documents, anchors, anchor_documents):
             context.k[seen], context.v[seen], context.beta[seen], context.g[seen], state
         )
         _, reads = delta_rule(block.k[n], block.v[n], block.beta[n], block.g[n], state, block.q[n])
+        if bidirectional:
+            reads = reads + from_end(block.k[n], block.v[n], block.beta[n], block.g[n], block.q[n])
         outputs.append(reads)
     return torch.stack(outputs)

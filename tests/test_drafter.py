@@ -89,8 +89,9 @@ def test_trap_07_packed_document_does_not_leak(embed):
 
 
 @pytest.mark.parametrize("cuts", [[14], [1] * 14, [5, 1, 7, 1], [12, 2]])
-def test_incremental_drafting_equals_the_training_forward(cuts, embed):
-    drafter = tiny()
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_incremental_drafting_equals_the_training_forward(cuts, bidirectional, embed):
+    drafter = tiny(bidirectional_block=bidirectional)
     batch = packed([18], [14])
     state, start = drafter.new_state(), 0
     for size in cuts:

@@ -1,12 +1,17 @@
 """The mixer against the sequential float64 oracle."""
 
 import dataclasses
+from itertools import pairwise
 
 import oracle
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from shared.errors import TrainingError
+from stage2_train import kernels
 from stage2_train.geometry import Geometry
 from stage2_train.scan import Tokens, blocks_from_context, delta_rule
 
@@ -57,7 +62,10 @@ def relative(a, b):
     return ((a.double() - b).norm() / b.norm().clamp_min(1e-300)).item()
 
 
-def compare(lengths, anchors, *, chunk, dtype=torch.float64, block=BLOCK, decay=0.3, same_keys=0.0):
+def compare(
+    lengths, anchors, *, chunk, dtype=torch.float64, block=BLOCK, decay=0.3, same_keys=0.0,
+    read=None, bidirectional=False,
+):  # fmt: skip
     """Largest relative difference to the oracle over output and all gradients."""
     generator = torch.Generator().manual_seed(sum(lengths) * 31 + sum(anchors) + chunk)
     total, heads = sum(lengths), 2
@@ -76,10 +84,17 @@ def compare(lengths, anchors, *, chunk, dtype=torch.float64, block=BLOCK, decay=
         kind = dtype if fast else torch.float64
         c, b = with_grad(context, kind), with_grad(blocks, kind)
         if fast:
-            out = blocks_from_context(by_chunk(c, geometry), b, geometry)
+            out = blocks_from_context(
+                by_chunk(c, geometry), b, geometry, read=read, bidirectional=bidirectional
+            )
         else:
             out = oracle.blocks_from_context(
-                c, b, documents.tolist(), anchors, geometry.anchor_document_N.tolist()
+                c,
+                b,
+                documents.tolist(),
+                anchors,
+                geometry.anchor_document_N.tolist(),
+                bidirectional,
             )
         weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
         inputs = [c.k, c.v, c.beta, c.g, b.q, b.k, b.v, b.beta, b.g]
@@ -112,6 +127,78 @@ def test_float32_error_is_rounding(decay):
         decay=decay, same_keys=0.9,
     )  # fmt: skip
     assert error < 1e-6
+
+
+@st.composite
+def rows(draw):
+    lengths = draw(st.lists(st.integers(1, 20), min_size=1, max_size=4))
+    total, chunk = sum(lengths), draw(st.sampled_from([1, 4, 8]))
+    edges = {0, total - 1, *range(0, total, chunk), *range(chunk - 1, total, chunk)}
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    edges |= {*starts, *(start + n - 1 for start, n in zip(starts, lengths, strict=True))}
+    if len(lengths) == 1:
+        edges.add(total)  # right behind the context, as in drafting
+    anchors = draw(st.lists(st.sampled_from(sorted(edges)), min_size=1, max_size=6))
+    return lengths, sorted(anchors), chunk
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(rows(), st.sampled_from([1e-3, 0.3, 3.0, 50.0]), st.sampled_from([0.0, 0.99]), st.booleans())
+def test_any_packing_anchor_and_decay_matches_the_oracle(row, decay, same_keys, bidirectional):
+    lengths, anchors, chunk = row
+    error = compare(
+        lengths, anchors, chunk=chunk, decay=decay, same_keys=same_keys,
+        bidirectional=bidirectional,
+    )  # fmt: skip
+    assert error < 1e-10
+
+
+def token_by_token(tokens, cu_seqlens):
+    """What FLA's chunk_gated_delta_rule computes."""
+    pieces = []
+    for start, stop in pairwise(cu_seqlens.tolist()):
+        q, k, v, beta, g = (t[start:stop] for t in vars(tokens).values())
+        state = k.new_zeros(*k.shape[1:], v.shape[-1])
+        pieces.append(oracle.delta_rule(k, v, beta, g, state, q)[1])
+    return torch.cat(pieces)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "anchors"),
+    [([5, 8, 3], [0, 4, 5, 5, 6, 12, 13, 15]), ([3, 9], [3]), ([9], [4, 9])],
+)
+def test_interleaved_reading_matches_the_oracle(lengths, anchors):
+    def read(context, x, geometry):
+        return kernels.read_by_kernel(context, x, geometry, token_by_token)
+
+    assert compare(lengths, anchors, chunk=4, read=read) < 1e-12
+
+
+def test_trap_34_a_broken_kernel_is_refused():
+    cpu = torch.device("cpu")
+    assert kernels.check(cpu, 8, 4, token_by_token) < 1e-5
+
+    def forgets_documents(tokens, cu_seqlens):
+        return token_by_token(tokens, cu_seqlens[[0, -1]])
+
+    def detached(tokens, cu_seqlens):
+        held = Tokens(*(t.detach() for t in vars(tokens).values()))
+        return token_by_token(held, cu_seqlens) + 0 * sum(t.sum() for t in vars(tokens).values())
+
+    def not_a_number(tokens, cu_seqlens):
+        return token_by_token(tokens, cu_seqlens) * float("nan")
+
+    for broken in (forgets_documents, detached, not_a_number):
+        with pytest.raises(TrainingError, match="differs from the reference"):
+            kernels.check(cpu, 8, 4, broken)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_trap_34_flas_kernel_on_this_device():
+    device = torch.device("cuda")
+    assert kernels.available(device)
+    kernels.check(device, 64, 64)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
