@@ -6,12 +6,15 @@ global denominator, so a sum is all there is to do and the number of ranks chang
 rounding.
 """
 
+import datetime
 import os
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
+# The first rank alone measures the held-out split and writes checkpoints; the others wait.
+TIMEOUT = datetime.timedelta(hours=2)
 BUCKET = 1 << 26  # elements of one reduction (256 MiB of float32)
 
 
@@ -29,7 +32,9 @@ class Ranks:
             import torch.distributed as dist
 
             if not dist.is_initialized():
-                dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+                dist.init_process_group(
+                    "nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT
+                )
 
     @property
     def is_main(self) -> bool:

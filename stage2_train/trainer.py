@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shared.errors import Interrupted, TrainingError
+from shared.errors import DrafttapeError, Interrupted, TrainingError
 from shared.log import note, progress
 from shared.record import RunRecord
 from stage2_train import checkpoint
@@ -166,65 +166,44 @@ def update(
 ) -> dict[str, Any]:
     """One update: all rows of the next step, then the optimizer. Advances `state`."""
     began = time.perf_counter()
-    cfg, plan, block = job.cfg, job.plan, job.plan.block
+    cfg, plan = job.cfg, job.plan
     rows = plan.step(state.step, job.total_rows)
-    mine = rows[job.ranks.rank :: job.ranks.world]
     counts_K = plan.slot_counts(rows)
-    weights_K = slot_weights(torch.ones(1, block - 1, dtype=torch.float64), cfg.loss.gamma)[0]
-    denominator = float(weights_K @ torch.from_numpy(counts_K).double())
     job.optimizer.zero_grad(set_to_none=True)
-    wait, tokens, blocks = 0.0, 0, 0
-    digests: list[bytes] = []
-    losses: list[torch.Tensor] = []
-    correct: list[torch.Tensor] = []
-    for _ in mine:
-        asked = time.perf_counter()
-        _, batch = next(batches)
-        wait += time.perf_counter() - asked
-        digests.append(batch.digest(block))
-        tokens, blocks = tokens + batch.num_tokens, blocks + batch.num_anchors
-        batch = batch.to(job.device, non_blocking=True)
-        loss, stats = forward(job, batch, denominator)
-        if loss.requires_grad:
-            loss.backward()
-        losses.append(loss.detach().double())
-        correct.append(stats["correct"].sum().double() if stats else losses[-1].new_zeros(()))
+    share = accumulate(job, rows, batches, denominator(job, counts_K))
+    shares = job.ranks.gather(share)
+    for other in shares:
+        if other.error is not None:
+            raise other.error  # the same one on every rank
     named = list(job.drafter.named_parameters())
     job.ranks.sum_gradients(parameter for _, parameter in named if parameter.requires_grad)
-    local = torch.stack([*losses, *correct]).tolist() if losses else []
-    shares = job.ranks.gather((digests, local[: len(mine)], local[len(mine) :], tokens, blocks))
-    by_row = _interleave([share[0] for share in shares]), _interleave([s[1] for s in shares])
-    loss_value = float(np.sum(by_row[1]))
+    losses = _interleave([other.losses for other in shares])
+    loss = float(np.sum(losses))
     report = clip_gradients(named, cfg.trainer.clip.value, cfg.trainer.clip_norm)
-    finite = bool(np.isfinite(loss_value)) and not report.nonfinite
-    factor = job.factor(state.step)
-    job.optimizer.set_lr(factor)
-    state.digest = chain(state.digest, by_row[0])
+    finite = bool(np.isfinite(loss)) and not report.nonfinite
+    job.optimizer.set_lr(job.factor(state.step))
     if finite:
         job.optimizer.step(checked=True)
         state.bad_in_row = 0
     else:
         state.bad_in_row += 1
         state.totals["skipped"] += 1
-        _explain(job, state, rows, by_row[1], report.nonfinite)
+        _explain(job, state, rows, losses, report.nonfinite)
     state.step += 1
+    state.digest = chain(state.digest, _interleave([other.digests for other in shares]))
+    tokens, blocks = sum(other.tokens for other in shares), sum(other.blocks for other in shares)
     totals = state.totals
-    totals["tokens"] += sum(share[3] for share in shares)
-    totals["blocks"] += sum(share[4] for share in shares)
+    totals["tokens"] += tokens
+    totals["blocks"] += blocks
     totals["supervised"] += int(counts_K.sum())
     totals["flops"] += step_flops(
-        job.drafter,
-        job.head,
-        tokens=sum(share[3] for share in shares),
-        blocks=sum(share[4] for share in shares),
-        block=block,
+        job.drafter, job.head, tokens=tokens, blocks=blocks, block=plan.block
     )
-    totals["data_wait"] += wait
+    totals["data_wait"] += share.wait
     totals["seconds"] += time.perf_counter() - began
-    right = float(np.sum([np.sum(share[2]) for share in shares]))
     line = {
-        "loss": loss_value,
-        "accuracy": right / max(1, int(counts_K.sum())),
+        "loss": loss,
+        "accuracy": sum(other.correct for other in shares) / max(1, int(counts_K.sum())),
         "lr": job.optimizer.param_groups[0]["lr"],
         "grad_norm": report.norm,
         "clipped": report.clipped,
@@ -243,13 +222,65 @@ def update(
     return line
 
 
-def forward(job: Job, batch: Batch, denominator: float) -> tuple[torch.Tensor, dict[str, Any]]:
+def denominator(job: Job, counts_K: np.ndarray) -> float:
+    """The weight of all supervised slots of a step, over all rows and ranks."""
+    ones = torch.ones(1, len(counts_K), dtype=torch.float64)
+    weight_K = slot_weights(ones, job.cfg.loss.gamma)[0]
+    return float(weight_K @ torch.from_numpy(counts_K).double())
+
+
+@dataclass
+class Share:
+    """What this rank's rows of a step gave; gradients stay in the parameters."""
+
+    digests: list[bytes] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    correct: float = 0.0
+    tokens: int = 0
+    blocks: int = 0
+    wait: float = 0.0
+    error: DrafttapeError | None = None
+
+
+def accumulate(
+    job: Job, rows: list[Row], batches: Iterator[tuple[Row, Batch]], weight: float
+) -> Share:
+    """Forward and backward over this rank's rows; an error becomes part of the share."""
+    share = Share()
+    numbers: list[torch.Tensor] = []
+    try:
+        for _ in rows[job.ranks.rank :: job.ranks.world]:
+            asked = time.perf_counter()
+            _, batch = next(batches)
+            share.wait += time.perf_counter() - asked
+            share.digests.append(batch.digest(job.plan.block))
+            share.tokens += batch.num_tokens
+            share.blocks += batch.num_anchors
+            loss, stats = forward(job, batch.to(job.device, non_blocking=True), weight)
+            if loss.requires_grad:
+                loss.backward()
+            right = stats["correct"].sum() if stats else loss.detach()
+            numbers.append(torch.stack([loss.detach().double(), right.double()]))
+    except DrafttapeError as error:
+        share.error = error
+    if numbers:  # one wait for the device a step
+        pairs = torch.stack(numbers).tolist()
+        share.losses, share.correct = [p[0] for p in pairs], sum(p[1] for p in pairs)
+    return share
+
+
+def forward(job: Job, batch: Batch, weight: float) -> tuple[torch.Tensor, dict[str, Any]]:
     """A row's part of the step's loss, and what its slots did.
 
     A row without a slot that counts adds nothing and is not computed.
+
+    Args:
+        job: drafter, frozen head and embedding, loss settings.
+        batch: the row, on the device.
+        weight: the denominator of the whole step.
     """
     label_NK, counts_NK = batch.labels(job.plan.block)
-    if denominator == 0 or not batch.num_anchors:
+    if weight == 0 or not batch.num_anchors:
         return torch.zeros((), device=job.device), {}
     h_NBD = job.drafter(batch, job.embed)
     weight_NK = slot_weights(counts_NK, job.cfg.loss.gamma)
@@ -258,7 +289,7 @@ def forward(job: Job, batch: Batch, denominator: float) -> tuple[torch.Tensor, d
         label_NK,
         weight_NK,
         job.head,
-        denominator=denominator,
+        denominator=weight,
         chunk=job.cfg.loss.chunk,
     )
 
@@ -291,10 +322,11 @@ def _explain(
                     do="Extract into a new cache; stage one rejects such samples",
                 )
     where = f", first in {gradients[0]}" if gradients else ""
-    note(
-        f"update {state.step + 1} skipped: the loss or a gradient is not finite{where}; "
-        f"samples {_names(job, bad)}"
-    )
+    if job.ranks.is_main:
+        note(
+            f"update {state.step + 1} skipped: the loss or a gradient is not finite{where}; "
+            f"samples {_names(job, bad)}"
+        )
 
 
 def _names(job: Job, rows: list[Row], most: int = 8) -> str:

@@ -66,10 +66,9 @@ def _gradients(job, state=None):
     """Gradients of the first step, before clipping."""
     state = state or trainer.restore(job)
     rows = job.plan.step(state.step, job.total_rows)
-    weights = trainer.slot_weights(torch.ones(1, 3, dtype=torch.float64), job.cfg.loss.gamma)[0]
-    denominator = float(weights @ torch.from_numpy(job.plan.slot_counts(rows)).double())
-    for _, batch in job.loader.batches(rows):
-        trainer.forward(job, batch, denominator)[0].backward()
+    weight = trainer.denominator(job, job.plan.slot_counts(rows))
+    share = trainer.accumulate(job, rows, job.loader.batches(rows), weight)
+    assert share.error is None
     return {name: p.grad.clone() for name, p in job.drafter.named_parameters()}
 
 
