@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shared.config import to_plain
-from shared.errors import CacheError, ConfigError, Interrupted
+from shared.errors import CacheError, ConfigError, DataError, Interrupted
 from shared.log import note, progress, say
 from shared.spec import CaptureSpec
 from shared.store import Store
@@ -206,6 +206,11 @@ class _Extraction:
             say(f"speed     {run / seconds:,.0f} tokens/s while running shards")
         if rejects:
             say(f"rejects   {self.store.root}/rejects/{self.job}.jsonl")
+        if not kept:
+            raise DataError(
+                f"none of {len(rejects)} rows could be captured; the first: {rejects[0].reason}",
+                where=rejects[0].source,
+            )
         snapshot = self.store.write_snapshot(
             [sample.row() for sample in kept], self._meta(), self.cfg.snapshot
         )

@@ -131,6 +131,18 @@ class PlanConfig:
 class CacheWordConfig:
     """drafttape cache"""
 
-    action: str = opt("ls", "ls | verify")
+    action: str = opt(
+        "ls", "ls | verify | diff | tag | rm | gc | repair | convert | import | export"
+    )
     root: str = opt(MISSING, "the cache")
+    args: list[str] = opt([], "what the action needs (see drafttape cache help)")
     full: bool = opt(True, "verify: read every byte (false: sizes and sidecars only)")
+    recompute: int = opt(0, "verify: run so many samples through the target again and compare")
+    dry_run: bool = opt(True, "gc, repair: only say what would be done")
+    keep_days: float = opt(7.0, "gc: keep unreferenced shards younger than this")
+    threshold: float = opt(0.5, "gc: rewrite shards whose used share of tokens is below this")
+    codec: Codec = opt(Codec.lossless, "import: encoding of the new shards")
+    container: Container = opt(Container.zarr, "import: file layout of the new shards")
+    layer_ids: list[int] | None = opt(None, "import: the tapped layers, where files don't say")
+    weights: str | None = opt(None, "import: name or digest of the target's weights")
+    device: str = opt("auto", "verify recompute, repair: auto, cpu, cuda, cuda:N")

@@ -1,0 +1,388 @@
+"""Extraction end to end on a tiny target: resume, rejects, mask-only changes, signals, kills."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from shared.capture import capture
+from shared.config import compose
+from shared.errors import CacheError, DataError, Interrupted, MismatchError, TargetError
+from shared.store import Store
+from shared.target import load_target
+from stage1_extract import build, worker
+from stage1_extract.build import extract
+from stage1_extract.checks import finite, self_test
+from stage1_extract.config import ExtractConfig
+from stage1_extract.executors import stop_on_signals
+
+WORDS = [
+    "the",
+    "a",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "lazy",
+    "dog",
+    "and",
+    "runs",
+    "far",
+    "away",
+    "from",
+    "here",
+    "where",
+    "nobody",
+    "sees",
+    "it",
+]
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path, monkeypatch):
+    monkeypatch.setenv("DRAFTTAPE_HOME", str(tmp_path / "home"))
+
+
+def rows(count: int = 24, seed: int = 0) -> list[dict]:
+    rng = random.Random(seed)
+    return [
+        {
+            "id": f"chat-{i}",
+            "messages": [
+                {"role": "user", "content": " ".join(rng.choices(WORDS, k=rng.randint(1, 6)))},
+                {"role": "assistant", "content": " ".join(rng.choices(WORDS, k=5)) + f" {i}"},
+            ],
+        }
+        for i in range(count)
+    ]
+
+
+def write(path: Path, lines: list) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def config(tmp_path: Path, *overrides: str, cache: str = "cache") -> ExtractConfig:
+    data = tmp_path / "chats.jsonl"
+    if not data.exists():
+        write(data, rows())
+    return compose(
+        "extract",
+        ExtractConfig,
+        [
+            "target=tiny_qwen3_5",
+            f"data.paths=[{data}]",
+            f"cache.root={tmp_path / cache}",
+            "cache.shard_bytes=80000",
+            "batch_tokens=400",
+            *overrides,
+        ],
+    )
+
+
+def tree(root: Path) -> dict[str, bytes]:
+    """Every file of the shards and snapshots of a cache (sidecars by their files' hashes)."""
+    files = {}
+    for folder in ("shards", "jobs"):
+        for path in sorted((root / folder).rglob("*")):
+            if path.is_file() and not path.name.startswith("."):
+                files[str(path.relative_to(root))] = path.read_bytes()
+    return files
+
+
+def forwards(monkeypatch) -> list[int]:
+    """Records the number of samples of every forward pass of the worker."""
+    seen: list[int] = []
+
+    def counted(target, ids, lengths, *args):
+        seen.append(len(lengths))
+        return capture(target, ids, lengths, *args)
+
+    monkeypatch.setattr(worker, "capture", counted)
+    return seen
+
+
+def test_what_is_stored_is_what_the_target_gives_for_each_sample_alone(tmp_path, capsys):
+    cfg = config(tmp_path)
+    assert extract(cfg) == 0
+    shown = capsys.readouterr().out
+    store = Store.open(tmp_path / "cache")
+    snapshot = store.snapshot()
+    assert "24 samples" in shown
+    assert snapshot.id in shown
+    assert len(snapshot) == 24
+    assert len(store.shard_ids()) > 2
+    assert store.verify().problems == []
+    reader, target = store.reader(), load_target(cfg.target)
+    for index, name in enumerate(snapshot.ids):
+        tokens, hidden = reader.read(name)
+        alone = capture(target, torch.tensor(tokens)[None].long(), [len(tokens)], [1, 2, 4])[0]
+        stored = torch.from_numpy(hidden.view(np.int16).copy()).view(torch.bfloat16)
+        error = (stored.double() - alone.double()).norm() / alone.double().norm()
+        assert error < 1e-3
+        text = target.tokenizer.decode(tokens[snapshot.mask(index)])
+        assert text.endswith("<|im_end|>")
+    info = store.target_assets().info
+    assert (info["mask_token_id"], info["eos_token_ids"], info["tied"]) == (259, [258], False)
+    assert info["target"]["model"] == "random://qwen3_5"
+
+
+def test_a_second_run_runs_nothing_and_loads_no_model(tmp_path, monkeypatch):
+    extract(config(tmp_path))
+    first = Store.open(tmp_path / "cache").resolve()
+    before = tree(tmp_path / "cache")
+    monkeypatch.setattr(build, "load_target", lambda *a: pytest.fail("the model was loaded"))
+    assert extract(config(tmp_path)) == 0
+    assert Store.open(tmp_path / "cache").resolve() == first
+    assert tree(tmp_path / "cache") == before
+
+
+def test_trap_12_new_masks_run_nothing_and_new_tokens_run_only_themselves(tmp_path, monkeypatch):
+    extract(config(tmp_path))
+    root = tmp_path / "cache"
+    store = Store.open(root)
+    old, old_files = store.snapshot(), tree(root)
+    seen = forwards(monkeypatch)
+    chats = rows()
+    chats[0]["messages"][1]["finish_reason"] = "length"  # changes the mask only
+    write(tmp_path / "chats.jsonl", chats)
+    extract(config(tmp_path))
+    masked = Store.open(root).snapshot()
+    assert seen == []
+    assert masked.id != old.id
+    assert masked.ids == old.ids
+    assert tree(root).keys() >= old_files.keys()
+    chats[5]["messages"][1]["content"] += " edited"
+    chats = chats[:-2] + rows(3, seed=9)  # one edited, two removed, three added
+    write(tmp_path / "chats.jsonl", chats)
+    extract(config(tmp_path, "self_test=false"))
+    assert sum(seen) == 4
+    assert len(Store.open(root).snapshot()) == 25
+    again = Store.open(root).snapshot(old.id)
+    assert [again.mask(i).tolist() for i in range(24)] == [old.mask(i).tolist() for i in range(24)]
+    for name, data in old_files.items():
+        assert (root / name).read_bytes() == data
+
+
+@pytest.mark.parametrize(
+    ("override", "field"),
+    [
+        ("target.num_taps=2", "layer_ids"),
+        ("target.model='random://qwen3_5?seed=1'", "weights"),
+        ("target.dtype=bfloat16", "compute_dtype"),
+        ("target.attention=eager", "attention"),
+        ("last_hidden=true", "last_hidden"),
+        ("target.model=random://qwen3", "architecture"),
+    ],
+)
+def test_trap_12_another_spec_is_refused_naming_the_field(tmp_path, override, field):
+    extract(config(tmp_path, "data.limit=2"))
+    before = tree(tmp_path / "cache")
+    with pytest.raises(MismatchError, match=field):
+        extract(config(tmp_path, "data.limit=2", override))
+    assert tree(tmp_path / "cache") == before
+
+
+def test_trap_09_a_nan_is_left_out_and_counted(tmp_path, monkeypatch, capsys):
+    poisoned: dict = {}
+
+    def poison(target, ids, lengths, *args):
+        hidden = capture(target, ids, lengths, *args)
+        for row, length in enumerate(lengths):
+            poisoned.setdefault("ids", ids[row, :length].tolist())
+            if ids[row, :length].tolist() == poisoned["ids"]:
+                hidden[row, 2, 1, 5] = float("nan")
+        return hidden
+
+    monkeypatch.setattr(worker, "capture", poison)
+    assert extract(config(tmp_path)) == 0  # 1 of 24 is under the threshold of 5 %
+    assert "1 x a hidden state is not finite" in capsys.readouterr().out
+    store = Store.open(tmp_path / "cache")
+    snapshot = store.snapshot()
+    assert len(snapshot) == 23
+    assert store.verify().problems == []
+    (reject,) = store.rejects(snapshot.meta["job"])
+    assert reject["reason"] == "a hidden state is not finite"
+    assert reject["source"].startswith(str(tmp_path / "chats.jsonl") + ":")
+    assert reject["id"] not in snapshot.ids
+    # It is known now: a second run computes nothing, and beyond the threshold the code is 3.
+    seen = forwards(monkeypatch)
+    assert extract(config(tmp_path, "reject_threshold=0.01")) == 3
+    assert seen == []
+
+
+def test_only_bad_samples_end_in_a_clear_error(tmp_path, monkeypatch):
+    def poison(target, ids, lengths, *args):
+        return torch.full_like(capture(target, ids, lengths, *args), float("inf"))
+
+    monkeypatch.setattr(worker, "capture", poison)
+    with pytest.raises(DataError, match="not finite"):
+        extract(config(tmp_path))
+
+
+def test_finite_looks_at_the_bits():
+    values = torch.tensor([0.0, -0.0, 3e38, -3e38, 1e-40]).to(torch.bfloat16)
+    assert finite(values.view(torch.int16).numpy().view(np.uint16))
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        values[3] = bad
+        assert not finite(values.view(torch.int16).numpy().view(np.uint16))
+
+
+def test_trap_01_the_self_test_names_the_layer_that_differs(tmp_path):
+    cfg = config(tmp_path)
+    target = load_target(cfg.target)
+    spec = target.spec()
+    samples = [np.arange(n, 2 * n, dtype=np.int32) for n in (12, 40, 25)]
+    assert max(self_test(target, spec, samples).values()) < 1e-3
+
+    def leak(_module, _args, output):
+        return output + 0.05 * output.mean(0, keepdim=True)  # mixes the samples of a batch
+
+    target.layers[2].register_forward_hook(leak)
+    with pytest.raises(TargetError, match=r"layer 2 .*slot"):
+        self_test(target, spec, samples)
+
+
+def test_tokens_that_are_not_the_plans_are_refused(tmp_path):
+    cfg = config(tmp_path)
+    extract(cfg)
+    store = Store.open(tmp_path / "cache")
+    name = store.snapshot().ids[0]
+    tokens, _ = store.reader().read(name)
+    plan = worker.ShardPlan((name,), (len(tokens),), ((0, 1),))
+    runner = worker.Worker(store, load_target(cfg.target), "lossless", "zarr")
+    with pytest.raises(TargetError, match="not those of the plan"):
+        runner.run(plan, {name: tokens + 1})
+
+
+def test_out_of_memory_halves_the_batch_and_names_a_lone_sample(tmp_path, monkeypatch):
+    extract(config(tmp_path))
+    limit = 2
+
+    def small(target, ids, lengths, *args):
+        if len(lengths) > limit:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return capture(target, ids, lengths, *args)
+
+    monkeypatch.setattr(worker, "capture", small)
+    assert extract(config(tmp_path, cache="small")) == 0
+    ours, theirs = Store.open(tmp_path / "small"), Store.open(tmp_path / "cache")
+    assert ours.resolve() == theirs.resolve()
+    limit = 0
+    with pytest.raises(TargetError, match=r"sample [0-9a-f]{32} on cpu: out of memory"):
+        extract(config(tmp_path, cache="none"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_finishes_the_shard_and_the_next_run_goes_on(tmp_path, monkeypatch, number):
+    extract(config(tmp_path, cache="straight"))
+    run = worker.Worker.run
+
+    def interrupted(self, shard, tokens, advance=lambda n: None):
+        os.kill(os.getpid(), number)
+        return run(self, shard, tokens, advance)
+
+    monkeypatch.setattr(worker.Worker, "run", interrupted)
+    with pytest.raises(Interrupted) as stopped:
+        extract(config(tmp_path))
+    assert stopped.value.exit_code == 4
+    store = Store.open(tmp_path / "cache")
+    (first,) = store.shard_ids()
+    assert store.snapshots() == []
+    sidecar = tmp_path / "cache" / "shards" / f"{first}.json"
+    written = sidecar.stat().st_mtime_ns
+    monkeypatch.setattr(worker.Worker, "run", run)
+    assert extract(config(tmp_path)) == 0
+    assert sidecar.stat().st_mtime_ns == written
+    assert Store.open(tmp_path / "straight").resolve() == store.resolve()
+    assert tree(tmp_path / "cache") == tree(tmp_path / "straight")
+
+
+def test_the_second_signal_interrupts_at_once():
+    with stop_on_signals(lambda text: None) as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.wait(5)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    thread = threading.Thread(target=lambda: stop_on_signals(lambda text: None).__enter__())
+    thread.start()
+    thread.join()
+
+
+def test_a_disk_error_in_the_writing_thread_ends_the_run(tmp_path, monkeypatch):
+    def full(self, name, hidden):
+        raise CacheError("no space is left on the device", where="disk")
+
+    monkeypatch.setattr("shared.store.ShardWriter.append", full)
+    with pytest.raises(CacheError, match="no space"):
+        extract(config(tmp_path))
+    store = Store.open(tmp_path / "cache")
+    assert store.shard_ids() == []
+    assert store.snapshots() == []
+
+
+def test_bad_input_writes_nothing(tmp_path):
+    for overrides in (["data.paths=[/no/such/file]"], ["data.paths=[]"], ["data.max_tokens=1"]):
+        with pytest.raises(DataError):
+            extract(config(tmp_path, *overrides))
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    with pytest.raises(DataError, match="no usable sample in 0 rows"):
+        extract(config(tmp_path, f"data.paths=[{empty}]"))
+    assert not (tmp_path / "cache").exists()
+
+
+def test_rejects_over_the_threshold_give_code_3_with_a_snapshot(tmp_path, capsys):
+    chats = [*rows(6), {"messages": []}, "nonsense"]
+    write(tmp_path / "chats.jsonl", chats)
+    assert extract(config(tmp_path)) == 3
+    store = Store.open(tmp_path / "cache")
+    assert len(store.snapshot()) == 6
+    listed = store.rejects(store.snapshot().meta["job"])
+    assert [row["source"].rpartition(":")[2] for row in listed] == ["7", "8"]
+    assert "2 rejects" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_trap_14_and_15_kill_9_at_random_moments_leads_to_the_same_bytes(tmp_path):
+    extract(config(tmp_path, cache="straight"))
+    data = tmp_path / "chats.jsonl"
+    command = [sys.executable, "-m", "shared.cli", "extract", "target=tiny_qwen3_5"]
+    command += [f"data.paths=[{data}]", f"cache.root={tmp_path / 'cache'}"]
+    command += ["cache.shard_bytes=80000", "batch_tokens=400"]
+    environment = os.environ | {"DRAFTTAPE_HOME": str(tmp_path / "home")}
+    rng, kills = random.Random(0), 0
+    root = tmp_path / "cache" / "shards"
+    for _ in range(20):
+        process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+        count = len(list(root.glob("*.json"))) if root.exists() else 0
+        # Wait until this run has begun a shard, then kill at a random moment.
+        while process.poll() is None and not (root.exists() and list(root.glob(".tmp-*"))):
+            time.sleep(0.01)
+        time.sleep(rng.random() * 0.1)
+        if process.poll() is None:
+            process.kill()
+            kills += 1
+        finished = process.wait() == 0
+        mtimes = {path: path.stat().st_mtime_ns for path in root.glob("*.json")}
+        assert len(mtimes) >= count
+        if finished:
+            break
+    else:
+        subprocess.run(command, env=environment, check=True)
+    assert kills >= 2
+    assert all(path.stat().st_mtime_ns == when for path, when in mtimes.items())
+    assert tree(tmp_path / "cache") == tree(tmp_path / "straight")
+    ours, theirs = Store.open(tmp_path / "cache"), Store.open(tmp_path / "straight")
+    assert ours.resolve() == theirs.resolve()
+    assert ours.verify().problems == []
