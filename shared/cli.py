@@ -43,11 +43,11 @@ WORDS = {
         "stage1_extract.build:extract",
     ),
     "cache": Word(
-        "list, verify and manage a cache: drafttape cache ls|verify|… ROOT",
+        "list, verify and manage a cache: drafttape cache ls|verify|diff|gc|… ROOT",
         "drafttape cache verify build/demo/cache",
         "stage1_extract.config:CacheWordConfig",
         "stage1_extract.cache_word:cache",
-        ("action", "root"),
+        ("action", "root", "args..."),
     ),
     "train": Word(
         "train a drafter from a cache",
@@ -68,6 +68,13 @@ WORDS = {
         "stage2_train.config:CompareConfig",
         "stage2_train.compare:compare",
         ("runs...",),
+    ),
+    "sweep": Word(
+        "run a plan of trials from one cache, resumable; maps, near-optimal region, robust pick",
+        "drafttape sweep docs/studies/muon-on-gdn.yaml out=build/sweep launcher=joblib jobs=2",
+        "stage2_train.config:SweepConfig",
+        "stage2_train.sweep:sweep",
+        ("plan",),
     ),
 }
 

@@ -215,6 +215,10 @@ class LocalFiles:
     def size(self, name: str) -> int:
         return self.path(name).stat().st_size
 
+    def mtime(self, name: str) -> float:
+        """When a file was last written, seconds since 1970."""
+        return self.path(name).stat().st_mtime
+
     def sha256(self, name: str) -> tuple[int, str]:
         """(bytes, sha256) of a file."""
         return sha256_file(self.path(name))
@@ -273,6 +277,11 @@ class Lock:
             except FileNotFoundError:
                 pass
             os.close(descriptor)
+
+    @property
+    def descriptor(self) -> int:
+        """The open file; a child process that inherits it holds the lock too."""
+        return self._descriptor
 
     def release(self, *, delete: bool = True) -> None:
         if delete:

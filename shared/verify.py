@@ -1,7 +1,7 @@
 """Verification of a cache: sizes and sidecars (fast), or every byte (full)."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,8 @@ class VerifyReport:
 
     Args:
         bad_samples: ids of samples that can't be read.
+        bad_shards: shards with a damaged file.
+        bad_files: damaged files besides shards, relative to the root.
     """
 
     files: int = 0
@@ -28,6 +30,8 @@ class VerifyReport:
     bytes: int = 0
     problems: list[str] = field(default_factory=list)
     bad_samples: set[str] = field(default_factory=set)
+    bad_shards: set[str] = field(default_factory=set)
+    bad_files: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
@@ -68,23 +72,24 @@ def verify(
         for name in store.files.names(folder):
             where = f"{store.root}/{folder}/{name}"
             report.files += 1
-            with _collect(report):
+            with _collect(report, f"{folder}/{name}"):
                 parse(store.files.read(f"{folder}/{name}"), where)
     if store.files.exists("target"):
         from shared.assets import verify_assets
 
         report.files += 2
-        with _collect(report):
+        with _collect(report, "target/target.json"):
             verify_assets(store)
     return report
 
 
 @contextlib.contextmanager
-def _collect(report: VerifyReport):
+def _collect(report: VerifyReport, path: str) -> Iterator[None]:
     try:
         yield
     except (DrafttapeError, FileNotFoundError) as error:
         report.problems.append(str(error))
+        report.bad_files.append(path)
 
 
 def _verify_shard(
@@ -117,6 +122,7 @@ def _verify_shard(
         report.problems.append(f"shard {info.id}: the file {info.id}{name} {what}")
         damaged_file = True
     if damaged_file:
+        report.bad_shards.add(info.id)
         _name_samples(store, info, report)
 
 
@@ -147,10 +153,11 @@ def _verify_snapshots(store: "Store", report: VerifyReport, committed: dict[str,
     ids = store.snapshot_ids()
     for name in ids:
         report.files += 2
-        with _collect(report):
+        with _collect(report, f"snapshots/{name}.json"):
             snapshot = store.snapshot(name)
             if not store.check_snapshot_id(snapshot):
                 report.problems.append(f"snapshot {name}: its id is not the hash of its rows")
+                report.bad_files.append(f"snapshots/{name}.json")
             missing = [sample for sample in snapshot.ids if sample not in committed]
             if missing:
                 report.problems.append(
@@ -163,6 +170,6 @@ def _verify_snapshots(store: "Store", report: VerifyReport, committed: dict[str,
         pointers.append("snapshots/latest")
     for pointer in pointers:
         report.files += 1
-        with _collect(report):
+        with _collect(report, pointer):
             if (target := store._pointer(pointer)) not in ids:
                 report.problems.append(f"{pointer} names snapshot {target}, which is not there")
