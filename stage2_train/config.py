@@ -129,6 +129,11 @@ class LossConfig:
 
     gamma: float = opt(7.0, "slot weights exp(-(k-1)/gamma)")
     chunk: int = opt(512, "slots whose logits exist at once")
+    cross_entropy: float = opt(1.0, "weight of the cross entropy to the text's tokens")
+    kl: float = opt(0.0, "weight of KL(target || drafter); needs last_hidden=true at extraction")
+    l1: float = opt(0.0, "weight of sum |drafter - target|; needs last_hidden=true at extraction")
+    top_k: int = opt(0, "kl: only the target's so many most likely tokens; 0: all")
+    dpace_alpha: float = opt(0.0, "D-PACE: weights times (probability of the slots before)^alpha")
 
 
 class Packing(Enum):
@@ -222,6 +227,21 @@ class EvalConfig:
     temperature: float = opt(0.0, "0: greedy; above it: verification by sampling")
     again: bool = opt(False, "measure again although eval.json is up to date")
     device: str = opt("auto", "auto, cpu, cuda, cuda:N")
+
+
+@dataclass
+class SweepConfig:
+    """drafttape sweep"""
+
+    plan: str = opt(MISSING, "the plan file (YAML): trials as a grid or at random")
+    out: str = opt(MISSING, "directory of the sweep; an unfinished one in it goes on")
+    launcher: str = opt("basic", "Hydra's launcher: basic, joblib, submitit_local, submitit_slurm…")
+    launcher_overrides: list[str] = opt([], "more Hydra overrides, e.g. hydra.launcher.mem_gb=32")
+    jobs: int = opt(1, "joblib: trials at the same time; they share the disk's page cache")
+    device: str = opt("auto", "device of every trial: auto, cpu, cuda, cuda:N")
+    tolerance: float = opt(0.01, "near-optimal: held-out loss within this share of the best")
+    grow: bool = opt(False, "go on although the plan no longer has trials that are there")
+    dry_run: bool = opt(False, "list the trials and run nothing")
 
 
 class DecideBy(Enum):

@@ -12,6 +12,10 @@ import math
 
 import torch
 
+from shared.errors import ConfigError
+from stage2_train.config import LossConfig
+from stage2_train.distill import Mixture, distill
+
 TILE = 2048  # vocabulary rows of one tile: with 512 slots 4 MiB of logits, which stay in cache
 
 
@@ -64,8 +68,20 @@ class _CrossEntropy(torch.autograd.Function):
         return grad * grad_nll[:, None].to(grad.dtype), None, None, None
 
 
-def block_loss(h_NBD, label_NK, weight_NK, head, *, denominator: float, chunk: int):
-    """sum over slots of weight * cross entropy / denominator, and what the slots did.
+def pace(nll_NK, counts_NK, alpha: float) -> torch.Tensor:
+    """D-PACE factors [N, K]: (prod of the drafter's own probability of labels 1 … k-1) ** alpha.
+
+    A slot matters as far as the drafter can get to it. Slots that don't count have probability 1.
+    """
+    nll_NK = torch.where(counts_NK, nll_NK, 0.0)
+    return torch.exp(-alpha * (nll_NK.cumsum(1) - nll_NK))
+
+
+def block_loss(
+    h_NBD, label_NK, weight_NK, head, *, denominator: float, chunk: int,
+    mixture: Mixture | None = None, target_NKD=None, alpha: float = 0.0,
+):  # fmt: skip
+    """sum over slots of weight * loss / denominator, and what the slots did.
 
     Losses of micro-batches and ranks add up: the denominator is the step's, not this call's.
 
@@ -75,27 +91,73 @@ def block_loss(h_NBD, label_NK, weight_NK, head, *, denominator: float, chunk: i
         head: the target's [V, D], frozen.
         denominator: sum of the weights of the whole optimizer step.
         chunk: slots of one tile.
+        mixture: cross entropy alone if None.
+        target_NKD: (states [T, D], index [N, K]): the target's last hidden states and which of
+            them predicts each slot's label; needed for KL and L1.
+        alpha: exponent of the D-PACE factors; 0: none. They aren't differentiated, and the
+            denominator doesn't contain them.
 
     Returns:
         a scalar, and sums over this call: `count`, `correct`, `nll` (each [K] per slot), `weight`
-        and `weighted_nll` (scalars), without gradient.
+        and `weighted_nll` (scalars), without gradient; under a mixture `kl` and `l1` (scalars).
     """
     counts_NK = weight_NK > 0
-    h_MD = h_NBD[:, 1:][counts_NK]
-    weight_M = weight_NK[counts_NK]
-    nll_M, hit_M = _CrossEntropy.apply(h_MD, label_NK[counts_NK], head, chunk)
-    weighted = (weight_M.to(nll_M.dtype) * nll_M).sum()
-    with torch.no_grad():
-        per_slot = torch.zeros(2, *weight_NK.shape, dtype=nll_M.dtype, device=nll_M.device)
-        per_slot[0][counts_NK], per_slot[1][counts_NK] = hit_M.to(nll_M.dtype), nll_M
-        stats = {
-            "count": counts_NK.sum(0),
-            "correct": per_slot[0].sum(0),
-            "nll": per_slot[1].sum(0),
-            "weight": weight_M.sum(),
-            "weighted_nll": weighted.detach(),
-        }
-    return weighted / denominator, stats
+    h_MD, label_M = h_NBD[:, 1:][counts_NK], label_NK[counts_NK]
+    extra = {}
+    if mixture is not None and mixture.needs_target:
+        states_TD, index_NK = target_NKD
+        loss_M, nll_M, kl_M, l1_M, hit_M = distill(
+            h_MD, states_TD[index_NK[counts_NK]], label_M, head, mixture, chunk
+        )
+        extra = {"kl": kl_M.sum(), "l1": l1_M.sum()}
+    else:
+        loss_M, hit_M = _CrossEntropy.apply(h_MD, label_M, head, chunk)
+        nll_M = loss_M.detach()
+    per_slot = torch.zeros(2, *weight_NK.shape, dtype=nll_M.dtype, device=nll_M.device)
+    per_slot[0][counts_NK], per_slot[1][counts_NK] = hit_M.to(nll_M.dtype), nll_M
+    weight_M = weight_NK[counts_NK].to(nll_M.dtype)
+    paced_M = weight_M
+    if alpha:
+        paced_M = weight_M * pace(per_slot[1], counts_NK, alpha)[counts_NK]
+    stats = {
+        "count": counts_NK.sum(0),
+        "correct": per_slot[0].sum(0),
+        "nll": per_slot[1].sum(0),
+        "weight": weight_M.sum(),
+        "weighted_nll": (weight_M * nll_M).sum(),
+    }
+    return (paced_M * loss_M).sum() / denominator, stats | extra
+
+
+def batch_loss(h_NBD, batch, head, cfg: LossConfig, *, num_states: int, denominator: float):
+    """`block_loss` of a batch under a configured objective.
+
+    Args:
+        batch: a `Batch`; its states behind the first `num_states` are the target's last hidden.
+        num_states: tapped states that the drafter reads.
+
+    Raises:
+        ConfigError: KL or L1 without a cached last hidden state.
+    """
+    block = h_NBD.shape[1]
+    label_NK, counts_NK = batch.labels(block)
+    mixture = Mixture(cfg.cross_entropy, cfg.kl, cfg.l1, cfg.top_k)
+    target = None
+    if mixture.needs_target:
+        if batch.hidden_TLD.shape[1] <= num_states:
+            raise ConfigError(
+                "KL and L1 need the target's last hidden state, which this cache doesn't hold",
+                where="loss",
+                do="Extract with last_hidden=true, or set loss.kl=0 loss.l1=0",
+            )
+        slots = torch.arange(block - 1, device=batch.anchor_N.device)
+        index_NK = (batch.anchor_N[:, None] + slots).clamp(max=len(batch.input_ids_T) - 1)
+        target = (batch.hidden_TLD[:, num_states], index_NK)
+    return block_loss(
+        h_NBD, label_NK, slot_weights(counts_NK, cfg.gamma), head,
+        denominator=denominator, chunk=cfg.chunk, mixture=mixture, target_NKD=target,
+        alpha=cfg.dpace_alpha,
+    )  # fmt: skip
 
 
 def estimated_acceptance(correct_K, count_K) -> float:
