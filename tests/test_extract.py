@@ -25,27 +25,7 @@ from stage1_extract.checks import finite, self_test
 from stage1_extract.config import ExtractConfig
 from stage1_extract.executors import stop_on_signals
 
-WORDS = [
-    "the",
-    "a",
-    "quick",
-    "brown",
-    "fox",
-    "jumps",
-    "over",
-    "lazy",
-    "dog",
-    "and",
-    "runs",
-    "far",
-    "away",
-    "from",
-    "here",
-    "where",
-    "nobody",
-    "sees",
-    "it",
-]
+WORDS = "the a quick brown fox jumps over lazy dog and runs away from here".split()  # noqa: SIM905
 
 
 @pytest.fixture(autouse=True)
