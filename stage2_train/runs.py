@@ -21,7 +21,8 @@ from shared.log import read_json_lines
 NEUTRAL = (
     "run_dir", "seed", "init_seed", "device", "loader", "trainer.tensorboard",
     "trainer.checkpoint_every", "trainer.keep", "trainer.eval_every", "cache.root",
-    "cache.snapshot", "trackers", "tracking",
+    "cache.snapshot", "tracking", "trainer.max_bad_steps", "trainer.recompute",
+    "trainer.profile_start", "trainer.profile_steps",
 )  # fmt: skip
 
 

@@ -1,0 +1,115 @@
+"""One trial of a sweep, as Hydra's launchers start it (`python -m stage2_train.sweep_job`).
+
+A trial's whole state is its folder: `trial.json` (what it is, how it stands) and the run's own
+files. A trial that died goes on from its run's checkpoint; one that is done is never run again.
+"""
+
+import json
+import os
+import signal
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
+
+from shared.errors import DrafttapeError, Interrupted
+from shared.fs import write_atomic
+
+
+@dataclass
+class JobConfig:
+    """Which trials of which sweep."""
+
+    sweep: str = MISSING
+    trial: str = MISSING
+    device: str = "auto"
+
+
+ConfigStore.instance().store(name="sweep_job", node=JobConfig)
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """trial.json of a trial's folder."""
+    found: dict[str, Any] = json.loads((folder / "trial.json").read_text(encoding="utf-8"))
+    return found
+
+
+def write_state(folder: Path, state: dict[str, Any]) -> None:
+    """Replaces trial.json atomically."""
+    write_atomic(folder / "trial.json", json.dumps(state, indent=1).encode() + b"\n")
+
+
+def watch_parent(every_s: float = 1.0) -> None:
+    """Stops this process as SIGTERM does (save, then end) when its parent is gone."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(every_s)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    if not any(thread.name == "drafttape-parent" for thread in threading.enumerate()):
+        threading.Thread(target=watch, name="drafttape-parent", daemon=True).start()
+
+
+def run_trial(folder: Path, device: str = "auto") -> dict[str, Any]:
+    """Trains and evaluates one trial; its faults end in its state, not in an exception.
+
+    Returns:
+        The state: `done` with metrics, `failed` with the error, or `stopped` (by a signal).
+    """
+    from shared.config import typed
+    from stage2_train.build import train_run
+    from stage2_train.config import EvalConfig, TrainConfig
+    from stage2_train.evaluate import measure
+
+    state = read_state(folder)
+    if state["state"] == "done":
+        return state
+    state |= {"state": "running", "pid": os.getpid(), "started": time.time(), "error": None}
+    write_state(folder, state)
+    watch_parent()
+    try:
+        config = typed(TrainConfig, state["config"], where=folder / "trial.json")
+        if device != "auto":
+            config.device = device
+        result = train_run(config)
+        settings = {"run_dir": config.run_dir, "device": config.device} | state["eval"]
+        evaluation = measure(typed(EvalConfig, settings, where=folder / "trial.json"))
+        kept = ("heldout_loss", "accuracy", "estimated_acceptance", "real_acceptance",
+                "tokens_per_s", "speedup")  # fmt: skip
+        state["metrics"] = {key: evaluation.get(key) for key in kept}
+        state["result"] = {
+            key: value for key, value in result.items() if isinstance(value, int | float | str)
+        }
+        state["state"] = "done"
+    except (Interrupted, KeyboardInterrupt):
+        state["state"] = "stopped"
+        raise
+    except DrafttapeError as error:
+        state |= {"state": "failed", "error": str(error), "attempts": state["attempts"] + 1}
+    except Exception as error:
+        (folder / "traceback.txt").write_text(traceback.format_exc(), encoding="utf-8")
+        text = f"{type(error).__name__}: {error}"
+        state |= {"state": "failed", "error": text, "attempts": state["attempts"] + 1}
+    finally:
+        state["seconds"] = state.get("seconds", 0.0) + time.time() - state["started"]
+        state["pid"] = None
+        write_state(folder, state)
+    return state
+
+
+@hydra.main(version_base="1.3", config_path=None, config_name="sweep_job")
+def main(cfg: Any) -> str:
+    """Runs the trial that Hydra names."""
+    return str(run_trial(Path(cfg.sweep) / "trials" / cfg.trial, cfg.device)["state"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""A sweep's plan file and the trials it means; torch-free.
+
+```yaml
+name: muon-lr
+train:                       # overrides that all trials share
+  cache.root: build/demo/cache
+  drafter: demo
+  trainer.epochs: 3          # equal passes = equal tokens, whatever the batch
+arms:                        # named sets of overrides, each with a grid of its own if it likes
+  adamw: {optimizer: adamw}
+  muon:
+    optimizer: muon
+    grid: {optimizer.polynomial: [kj, polar_express]}
+grid:                        # the product of these
+  optimizer.lr: {log: [3.0e-4, 1.0e-2, 4]}
+  batch.rows_per_step: [1, 2]
+seeds: [0, 1]                # order, anchors and initial weights
+random: {trials: 24, seed: 0}  # optional: so many draws an arm instead of the whole product
+eval: {decode: false}        # keys of `drafttape eval`
+```
+"""
+
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shared.errors import ConfigError
+from shared.rng import generator
+
+KEYS = {"name", "train", "arms", "grid", "seeds", "random", "eval", "unequal_budgets"}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run of a sweep.
+
+    Attributes:
+        id: names it: the arm and a hash of everything that it is.
+        arm: the arm's name.
+        overrides: of `drafttape train`, key -> value.
+        varied: the overrides that differ inside the sweep, and the seed.
+    """
+
+    id: str
+    arm: str
+    overrides: dict[str, Any]
+    varied: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class SweepPlan:
+    """A plan file, read and checked."""
+
+    name: str
+    trials: tuple[Trial, ...]
+    eval: dict[str, Any]
+    unequal_budgets: bool
+
+
+def read_plan(path: str | Path) -> SweepPlan:
+    """Reads a plan file.
+
+    Raises:
+        ConfigError: unknown key, an empty grid, a value that makes no sense; names the key.
+    """
+    import yaml
+
+    path = Path(path)
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"the plan can't be read ({error.strerror})", where=path) from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"not YAML: {' '.join(str(error).split())}", where=path) from None
+    if not isinstance(document, dict):
+        raise ConfigError("a plan is a mapping", where=path, do=f"Keys: {', '.join(sorted(KEYS))}")
+    _known(document, KEYS, path)
+    trials = expand(document, path)
+    return SweepPlan(
+        str(document.get("name", path.stem)),
+        tuple(trials),
+        _mapping(document, "eval", path),
+        bool(document.get("unequal_budgets", False)),
+    )
+
+
+def expand(document: dict[str, Any], where: Any) -> list[Trial]:
+    """All trials of a plan, in the plan's order, each once."""
+    common = _mapping(document, "train", where)
+    grid = _mapping(document, "grid", where)
+    arms = _mapping(document, "arms", where) or {"all": {}}
+    seeds = document.get("seeds", [0])
+    if not isinstance(seeds, list) or not all(isinstance(seed, int) for seed in seeds) or not seeds:
+        raise ConfigError("must be a list of whole numbers", where=f"{where}: seeds")
+    draws = document.get("random")
+    if draws is not None:
+        draws = _mapping(document, "random", where)
+        _known(draws, {"trials", "seed"}, f"{where}: random")
+    trials: dict[str, Trial] = {}
+    for arm, own in arms.items():
+        own = {} if own is None else dict(own)
+        axes = grid | _mapping(own, "grid", f"{where}: arms.{arm}")
+        own.pop("grid", None)
+        if draws is None:
+            points = product({key: values_of(key, axis, where) for key, axis in axes.items()})
+        else:
+            points = sample(
+                axes, int(draws.get("trials", 1)), int(draws.get("seed", 0)), arm, where
+            )
+        for point in points:
+            for seed in seeds:
+                overrides = {**common, **own, **point, "seed": seed, "init_seed": seed}
+                trial = Trial(_id(arm, overrides), str(arm), overrides, {**point, "seed": seed})
+                trials.setdefault(trial.id, trial)
+    return list(trials.values())
+
+
+def product(axes: dict[str, list[Any]]) -> list[dict[str, Any]]:
+    """The points of a grid; one empty point for no axis."""
+    return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+
+
+def values_of(key: str, axis: Any, where: Any) -> list[Any]:
+    """An axis as a list: a list itself, or {log: [low, high, count]}."""
+    if isinstance(axis, list) and axis:
+        return axis
+    if isinstance(axis, dict) and set(axis) == {"log"} and len(axis["log"]) == 3:
+        low, high, count = axis["log"]
+        if _is_number(low) and _is_number(high) and 0 < low <= high and int(count) >= 1:
+            return log_steps(float(low), float(high), int(count))
+    raise ConfigError(
+        f"{axis!r} is neither a list nor {{log: [low, high, count]}} (write 1.0e-3, not 1e-3)",
+        where=f"{where}: grid.{key}",
+    )
+
+
+def log_steps(low: float, high: float, count: int) -> list[float]:
+    """`count` values with equal ratios, ends included, three significant digits."""
+    if count == 1:
+        return [low]
+    ratio = math.log(high / low) / (count - 1)
+    return [float(f"{low * math.exp(ratio * k):.3g}") for k in range(count)]
+
+
+def sample(
+    axes: dict[str, Any], trials: int, seed: int, arm: str, where: Any
+) -> list[dict[str, Any]]:
+    """Random points, pure in seed and arm: a {log: …} axis log-uniformly, a list evenly."""
+    rng, points = generator("sweep", seed, arm), []
+    for _ in range(trials):
+        point = {}
+        for key, axis in axes.items():
+            values = values_of(key, axis, where)
+            if isinstance(axis, dict):
+                low, high = math.log(axis["log"][0]), math.log(axis["log"][1])
+                point[key] = float(f"{math.exp(rng.uniform(low, high)):.3g}")
+            else:
+                point[key] = values[int(rng.integers(len(values)))]
+        points.append(point)
+    return points
+
+
+def to_overrides(values: dict[str, Any]) -> list[str]:
+    """Key-value pairs as Hydra overrides."""
+    return [f"{key}={_text(value)}" for key, value in values.items()]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if value is None:
+        return "null"
+    if isinstance(value, list):
+        return "[" + ",".join(_text(item) for item in value) + "]"
+    if isinstance(value, int | float):
+        return repr(value)
+    escaped = str(value).replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
+
+
+def _id(arm: str, overrides: dict[str, Any]) -> str:
+    text = json.dumps([arm, overrides], sort_keys=True)
+    safe = "".join(c if c.isalnum() or c in "-_" else "-" for c in str(arm))[:40]
+    return f"{safe}-{hashlib.blake2b(text.encode(), digest_size=5).hexdigest()}"
+
+
+def _mapping(document: dict[str, Any], key: str, where: Any) -> dict[str, Any]:
+    value = document.get(key) or {}
+    if not isinstance(value, dict):
+        raise ConfigError(f"{key} must be a mapping", where=where)
+    return value
+
+
+def _known(document: dict[str, Any], keys: set[str], where: Any) -> None:
+    for key in document:
+        if key not in keys:
+            import difflib
+
+            near: Sequence[str] = difflib.get_close_matches(str(key), keys, n=1)
+            hint = f"Did you mean {near[0]}?" if near else f"Keys: {', '.join(sorted(keys))}"
+            raise ConfigError(f"unknown key {key!r}", where=where, do=hint)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
