@@ -28,7 +28,7 @@ from shared.index import SampleIndex
 from shared.reader import SampleReader
 from shared.sample import SnapshotRow
 from shared.shards import FORMAT, HEX32, ShardInfo, ids_array, library_versions, plan_shard
-from shared.snapshot import Snapshot, build_snapshot, decode_table, encode_table, snapshot_id
+from shared.snapshot import Snapshot, build_snapshot
 from shared.spec import CaptureSpec
 from shared.writer import ShardWriter, convert_shard
 
@@ -250,7 +250,7 @@ class Store:
         shards = [index[row.id][0] for row in rows]
         snapshot = build_snapshot(self.spec.digest, rows, shards, meta | {"name": name})
         if not self.files.exists(f"snapshots/{snapshot.id}.json"):
-            table = encode_table(snapshot)
+            table = snapshot.data
             document = {
                 "format": FORMAT,
                 "snapshot": snapshot.id,
@@ -353,16 +353,10 @@ class Store:
         wanted = info["table"]["bytes"], info["table"]["sha256"]
         if (len(data), hashlib.sha256(data).hexdigest()) != wanted:
             raise CorruptionError("the snapshot's table is damaged", where=where)
-        snapshot = Snapshot(name, self.spec.digest, info["meta"], decode_table(data, where))
+        snapshot = Snapshot(name, self.spec.digest, info["meta"], data)
         if len(snapshot) != info["num_samples"]:
             raise CorruptionError("the snapshot's table has another length", where=where)
         return snapshot
-
-    def check_snapshot_id(self, snapshot: Snapshot) -> bool:
-        """Whether the id is the hash of the rows (seconds for millions of them)."""
-        masks = snapshot.table.column("mask").to_pylist()
-        columns = (snapshot.ids, masks, snapshot.split)
-        return snapshot_id(snapshot.spec_digest, *columns) == snapshot.id
 
     # --- reading, target, verification ----------------------------------------------------
 

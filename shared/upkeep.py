@@ -56,10 +56,7 @@ def diff(store: "Store", old: str, new: str) -> SnapshotDiff:
         return len(rows), int(snapshot.num_tokens[rows].sum(dtype=np.int64)), round(size)
 
     ours, theirs = set(a.ids), set(b.ids)
-    labels = [
-        dict(zip(s.ids, zip(s.table.column("mask").to_pylist(), s.split, strict=True), strict=True))
-        for s in (a, b)
-    ]
+    labels = [{row.id: (row.mask, row.split) for row in s.rows()} for s in (a, b)]
     both = sorted(ours & theirs)
     return SnapshotDiff(
         added=total(b, sorted(theirs - ours)),
