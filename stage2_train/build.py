@@ -3,36 +3,42 @@
 import copy
 import math
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.utils.checkpoint
 
-from shared.config import Dtype, to_plain
+from shared.config import Dtype, to_plain, typed
 from shared.errors import ConfigError, DataError, MismatchError
 from shared.fs import Lock, disk_errors, write_atomic
-from shared.log import say
+from shared.log import note, say
 from shared.record import RunRecord, code_state, differences, machine, read_record, versions
 from shared.spec import CaptureSpec
 from shared.store import Store, load_frozen
 from stage2_train import checkpoint, trainer
+from stage2_train.branch import open_branch
 from stage2_train.config import DrafterConfig, TrainConfig
+from stage2_train.config import Source as StateSource
 from stage2_train.drafter import Drafter
 from stage2_train.heldout import heldout
-from stage2_train.loader import Loader, heldout_batches
+from stage2_train.loader import Loader, RowFeed, heldout_batches, open_feed
 from stage2_train.optimizers import build_optimizer
 from stage2_train.ranks import Ranks
 from stage2_train.schedule import build_schedule
 from stage2_train.steps import StepPlan
+from stage2_train.trackers import RunName, Sink, import_tracker, open_trackers
 
 # Keys that say where and when something happens, never what the optimizer sees.
 NEUTRAL = (
-    "run_dir", "device", "loader", "cache.root", "trainer.tensorboard", "trainer.keep",
-    "trainer.checkpoint_every", "trainer.eval_every", "trainer.max_bad_steps",
+    "run_dir", "device", "loader", "cache.root", "tracking", "trainer.tensorboard", "trainer.keep",
+    "trainer.checkpoint_every", "trainer.eval_every", "trainer.max_bad_steps", "trainer.recompute",
+    "trainer.profile_start", "trainer.profile_steps",
 )  # fmt: skip
 
 
@@ -126,6 +132,14 @@ def open_source(cfg: TrainConfig) -> Source:
             where="trainer.dtype",
             do="Choose bfloat16 or float32",
         )
+    if (cfg.loss.kl or cfg.loss.l1) and not store.spec.last_hidden:
+        raise ConfigError(
+            "KL and L1 need the target's last hidden state, which this cache doesn't hold",
+            where="loss",
+            do="Extract with last_hidden=true, or set loss.kl=0 loss.l1=0",
+        )
+    for tracker in cfg.tracking.trackers:
+        import_tracker(tracker)
     plan = StepPlan(snapshot, cfg.batch, seed=cfg.seed, block=cfg.drafter.block_size)
     asked = cfg.trainer
     steps = plan.total_steps(steps=asked.steps, epochs=asked.epochs)
@@ -180,9 +194,10 @@ def begin(source: Source, run_dir: Path) -> RunRecord:
     if not (run_dir / "run.json").exists():
         return record
     there = read_record(run_dir)
+    stored = to_plain(typed(TrainConfig, there.config, where=run_dir / "run.json"))
     changed = [
         row
-        for row in differences(there.config, config)
+        for row in differences(stored, config)
         if not any(row[0] == key or row[0].startswith(key + ".") for key in NEUTRAL)
     ]
     for key in ("spec_digest", "codecs", "start_digest"):
@@ -206,22 +221,25 @@ def assemble(
     cfg, store, spec = source.cfg, source.store, source.store.spec
     token = cfg.drafter.mask_token_id
     assert token is not None  # open_source filled it in
-    loader = Loader(
-        source.plan,
-        store.reader(),
-        num_states=spec.num_states,
-        hidden_size=spec.hidden_size,
-        mask_token_id=token,
-        config=cfg.loader,
-    )
-    with loader:
+    with closing(_feed(source, device)) as feed:
         drafter = build_drafter(cfg.drafter, spec, cfg.init_seed).to(device)
+        drafter.use_kernels(device)
+        if cfg.trainer.recompute:
+            recompute_layers(drafter)
         compute = torch.bfloat16 if cfg.trainer.dtype is Dtype.bfloat16 else torch.float32
         drafter.compute_dtype = compute
         embed, head = frozen(store, device, compute)
         named = list(drafter.named_parameters())
         optimizer = build_optimizer(cfg.optimizer, named, drafter.parts())
-        factor = build_schedule(cfg.schedule, cfg.schedule.horizon or source.steps)
+        newest = checkpoint.steps(run_dir)
+        branch = None
+        if cfg.branch.run_dir is not None and not newest:
+            start = source.plan.start_digest().hex()
+            branch = open_branch(cfg.branch, start, source.steps, optimizer)
+            if ranks.is_main:
+                note(branch.sentence())
+            record.parent = branch.record() | {"own_steps_before": branch.step}
+        factor = _schedule(source, record)
         reader = store.reader()
 
         def measure() -> dict[str, Any]:
@@ -233,10 +251,8 @@ def assemble(
         for row in optimizer.routing.rows:
             counts[row.owner] = counts.get(row.owner, 0) + math.prod(row.shape)
         record.parameters, record.code, record.versions = counts, code_state(), versions()
-        newest = checkpoint.steps(run_dir)
-        record.sessions.append(
-            {"from_step": newest[-1] if newest else 0, "ranks": ranks.world} | machine(str(device))
-        )
+        first = newest[-1] if newest else branch.step if branch else 0
+        record.sessions.append({"from_step": first, "ranks": ranks.world} | machine(str(device)))
         if ranks.is_main:
             record.write(run_dir)
             write_atomic(run_dir / "routing.txt", optimizer.routing.text().encode() + b"\n")
@@ -247,7 +263,7 @@ def assemble(
             plan=source.plan,
             steps=source.steps,
             total_rows=source.total_rows,
-            loader=loader,
+            loader=Loader(source.plan, feed, mask_token_id=token),
             reader=reader,
             drafter=drafter,
             embed=embed,
@@ -255,8 +271,55 @@ def assemble(
             optimizer=optimizer,
             factor=factor,
             heldout=measure if len(source.snapshot.indices("heldout")) else None,
+            branch=branch,
+            trackers=partial(_trackers, record, run_dir, ranks, cfg),
             device=device,
             ranks=ranks,
+        )
+
+
+def _feed(source: Source, device: torch.device) -> RowFeed:
+    cfg, store = source.cfg, source.store
+    if cfg.source is StateSource.online:
+        from stage2_train.online import open_online
+
+        return open_online(store, device, cfg.batch.tokens_per_row)
+    return open_feed(
+        source.plan,
+        store.reader(),
+        num_states=store.spec.num_states,
+        hidden_size=store.spec.hidden_size,
+        config=cfg.loader,
+    )
+
+
+def _schedule(source: Source, record: RunRecord) -> Callable[[int], float]:
+    """The learning-rate factor of a 0-based update; laid out from the branch on if it restarts."""
+    config, done = source.cfg.schedule, 0
+    if record.parent is not None and record.parent["schedule"] == "restarted":
+        done = record.parent["own_steps_before"]
+    factor = build_schedule(config, config.horizon or source.steps - done)
+    return lambda step: factor(step - done)
+
+
+def _trackers(record: RunRecord, run_dir: Path, ranks: Ranks, cfg: TrainConfig) -> list[Sink]:
+    if not ranks.is_main:
+        return []
+    name = RunName(run_dir, record.config, record.start_digest, cfg.tracking.name)
+    return open_trackers(cfg.tracking, name)
+
+
+def recompute_layers(drafter: Drafter) -> None:
+    """Keeps only the layers' inputs for the backward pass and computes the rest again.
+
+    Gradients are the same to the bit: a layer has no randomness.
+    """
+    for layer in drafter.layers:
+        layer.forward = partial(
+            torch.utils.checkpoint.checkpoint,
+            layer.forward,
+            use_reentrant=False,
+            preserve_rng_state=False,
         )
 
 

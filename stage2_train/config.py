@@ -170,6 +170,7 @@ class LoaderConfig:
 
     workers: int = opt(1, "reader processes; 0 reads in the training process")
     prefetch: int = opt(4, "rows read ahead per worker")
+    ram: bool = opt(False, "read the whole training split into memory at start; needs no workers")
 
 
 @dataclass
@@ -186,6 +187,44 @@ class TrainerConfig:
     eval_every: int = opt(0, "steps between held-out losses; 0: at the end only")
     max_bad_steps: int = opt(3, "stop after so many non-finite gradients in a row")
     tensorboard: bool = opt(True, "write TensorBoard files beside metrics.jsonl")
+    recompute: bool = opt(False, "recompute layers in the backward pass: less memory, more time")
+    profile_start: int | None = opt(None, "first update (1-based) of a profiler trace; null: none")
+    profile_steps: int = opt(3, "updates of the trace, written to profile/ in run_dir")
+
+
+class Tracker(Enum):
+    """Services that a run can report to; each is imported only when it is chosen."""
+
+    wandb = "wandb"
+    mlflow = "mlflow"
+    trackio = "trackio"
+
+
+@dataclass
+class TrackingConfig:
+    """Where a run reports besides metrics.jsonl and TensorBoard."""
+
+    trackers: list[Tracker] = opt([], "wandb, mlflow, trackio; each must be installed")
+    project: str = opt("drafttape", "project or experiment there")
+    name: str | None = opt(None, "name of the run there; null: that of run_dir")
+
+
+class Source(Enum):
+    """Where hidden states come from: the cache, or the target itself in the training loop."""
+
+    cache = "cache"
+    online = "online"
+
+
+@dataclass
+class BranchConfig:
+    """A run that begins at another run's checkpoint."""
+
+    run_dir: str | None = opt(None, "run to begin from; null: from initial weights")
+    checkpoint: str = opt("last", "last, best or step-NNNNNN of that run")
+    restart_schedule: bool | None = opt(
+        None, "warm up again from the branch on; null: when the optimizer's states are dropped"
+    )
 
 
 @dataclass
@@ -209,6 +248,9 @@ class TrainConfig:
     batch: BatchConfig = opt(BatchConfig, "batch")
     loader: LoaderConfig = opt(LoaderConfig, "reading")
     trainer: TrainerConfig = opt(TrainerConfig, "loop")
+    tracking: TrackingConfig = opt(TrackingConfig, "reports")
+    branch: BranchConfig = opt(BranchConfig, "beginning at another run's checkpoint")
+    source: Source = opt(Source.cache, "where hidden states come from; online runs the target")
     seed: int = opt(0, "order, packing and anchors")
     init_seed: int = opt(0, "initial weights")
     device: str = opt("auto", "auto, cpu, cuda, cuda:N")
@@ -225,6 +267,7 @@ class EvalConfig:
     max_prompts: int | None = opt(None, "most prompts decoded; null: all held-out ones")
     max_new_tokens: int = opt(64, "tokens decoded a prompt")
     temperature: float = opt(0.0, "0: greedy; above it: verification by sampling")
+    tree: int = opt(0, "verify a tree of so many drafts (DDTree, greedy only); 0: a chain")
     again: bool = opt(False, "measure again although eval.json is up to date")
     device: str = opt("auto", "auto, cpu, cuda, cuda:N")
 
@@ -252,6 +295,25 @@ class DecideBy(Enum):
     estimated_acceptance = "estimated_acceptance"
     accuracy = "accuracy"
     final_loss = "final_loss"
+
+
+class Layout(Enum):
+    """Files of an export; `auto` is dflash for all-attention drafters, else drafttape."""
+
+    auto = "auto"
+    drafttape = "drafttape"
+    dflash = "dflash"
+
+
+@dataclass
+class ExportConfig:
+    """drafttape export"""
+
+    run_dir: str = opt(MISSING, "directory of a run")
+    output: str = opt(MISSING, "directory to make; must not exist or be empty")
+    checkpoint: str = opt("last", "last, best or step-NNNNNN")
+    layout: Layout = opt(Layout.auto, "names and configuration of the exported model")
+    dtype: Dtype = opt(Dtype.bfloat16, "dtype of the exported weights")
 
 
 @dataclass

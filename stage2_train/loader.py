@@ -4,7 +4,7 @@ T tokens of a row, L stored states, D target width.
 """
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -17,31 +17,31 @@ from stage2_train.feed import Feed, Part, read_sample
 from stage2_train.steps import Row, StepPlan
 
 
+class RowFeed(Protocol):
+    """Brings rows in the order in which they are asked for: `feed.Feed`, `online.OnlineFeed`."""
+
+    def rows(
+        self, tasks: Iterable[tuple[Any, tuple[Part, ...]]]
+    ) -> Iterator[tuple[Any, np.ndarray, np.ndarray]]:
+        """Yields (key, tokens int32 [T], hidden uint16 [T, L, D]) for every (key, parts)."""
+        ...
+
+    def close(self) -> None:
+        """Ends what it started."""
+        ...
+
+
 class Loader:
-    """Reads, verifies and packs rows of a plan.
+    """Packs the rows of a plan.
 
     Args:
         plan: which samples stand in which row.
-        reader: reads a sample; must be picklable with workers.
-        num_states: L, stored states a token.
-        hidden_size: D, width of a state.
+        feed: reads and verifies rows.
         mask_token_id: must not occur in any document.
-        config: workers and prefetch.
     """
 
-    def __init__(
-        self,
-        plan: StepPlan,
-        reader: Any,
-        *,
-        num_states: int,
-        hidden_size: int,
-        mask_token_id: int,
-        config: LoaderConfig,
-    ) -> None:
-        self.plan, self.mask_token_id = plan, mask_token_id
-        shape = (plan.batch.tokens_per_row, num_states, hidden_size)
-        self.feed = Feed(reader, shape, workers=config.workers, prefetch=config.prefetch)
+    def __init__(self, plan: StepPlan, feed: RowFeed, *, mask_token_id: int) -> None:
+        self.plan, self.feed, self.mask_token_id = plan, feed, mask_token_id
 
     def batches(self, rows: Iterable[Row]) -> Iterator[tuple[Row, Batch]]:
         """Yields every row with its batch, in order.
@@ -121,6 +121,25 @@ def make_batch(
         [torch.from_numpy(np.asarray(mask, dtype=bool)) for mask in masks],
         [torch.from_numpy(anchor_N) for anchor_N in anchors],
     )
+
+
+def open_feed(
+    plan: StepPlan, reader: Any, *, num_states: int, hidden_size: int, config: LoaderConfig
+) -> Feed:
+    """The feed from disk, or from memory.
+
+    Args:
+        plan: gives the size of a row and, for memory, which samples to hold.
+        reader: reads a sample; must be picklable with workers.
+        num_states: L, stored states a token.
+        hidden_size: D, width of a state.
+        config: workers and prefetch.
+    """
+    shape = (plan.batch.tokens_per_row, num_states, hidden_size)
+    if config.ram:
+        ids = dict.fromkeys(plan.snapshot.ids[piece.sample] for piece in plan.pieces)
+        return Feed(RamReader(reader, ids), shape, workers=0, prefetch=1)
+    return Feed(reader, shape, workers=config.workers, prefetch=config.prefetch)
 
 
 class RamReader:

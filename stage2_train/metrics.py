@@ -1,12 +1,14 @@
 """What a run measures: one JSON line an update, TensorBoard beside it, and a progress bar."""
 
 import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from shared.log import JsonLines
+from stage2_train.trackers import Sink
 
 
 class Metrics:
@@ -21,13 +23,21 @@ class Metrics:
         run_dir: the run.
         step: updates done; lines after it belong to work that was lost and are removed.
         tensorboard: also write `tensorboard/`.
+        trackers: services that get the same numbers.
         is_main: other ranks write nothing.
     """
 
     def __init__(
-        self, run_dir: Path, step: int, *, tensorboard: bool, is_main: bool = True
+        self,
+        run_dir: Path,
+        step: int,
+        *,
+        tensorboard: bool,
+        trackers: Sequence[Sink] = (),
+        is_main: bool = True,
     ) -> None:
         self._is_main = is_main
+        self._trackers = list(trackers)
         self._board: Any = None
         if not is_main:
             return
@@ -39,14 +49,16 @@ class Metrics:
             self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1)
 
     def write(self, step: int, **values: Any) -> None:
-        """One line; numbers also go to TensorBoard."""
+        """One line; numbers also go to TensorBoard and trackers."""
         if not self._is_main:
             return
         self._lines.write(step=step, **values)
+        numbers = {k: float(v) for k, v in values.items() if isinstance(v, int | float)}
         if self._board is not None:
-            for key, value in values.items():
-                if isinstance(value, int | float):
-                    self._board.add_scalar(key, value, step)
+            for key, value in numbers.items():
+                self._board.add_scalar(key, value, step)
+        for tracker in self._trackers:
+            tracker.write(step, numbers)
 
     def digest(self, step: int, digest: bytes) -> None:
         """The digest of what update `step` was fed."""
@@ -59,6 +71,8 @@ class Metrics:
             return
         self._lines.close()
         self._digests.close()
+        for tracker in self._trackers:
+            tracker.close()
         if self._board is not None:
             with contextlib.suppress(OSError):
                 self._board.close()

@@ -22,13 +22,16 @@ from shared.log import note, progress
 from shared.record import RunRecord
 from stage2_train import checkpoint
 from stage2_train.batch import Batch
+from stage2_train.branch import Branch
 from stage2_train.config import TrainConfig
 from stage2_train.gradients import clip_gradients
 from stage2_train.loader import Loader
-from stage2_train.loss import block_loss, slot_weights
+from stage2_train.loss import batch_loss, slot_weights
 from stage2_train.metrics import Metrics, step_flops
+from stage2_train.profiling import ProfileWindow
 from stage2_train.ranks import Ranks
 from stage2_train.steps import Row, StepPlan, chain
+from stage2_train.trackers import Sink
 
 TOTALS = ("tokens", "supervised", "blocks", "flops", "seconds", "data_wait", "skipped")
 
@@ -50,6 +53,8 @@ class Job:
         embed, head: the target's, frozen.
         optimizer, factor: updates; learning-rate factor of a 0-based update.
         heldout: measures the held-out split; None when there is none.
+        branch: where a run without a checkpoint of its own begins; None: at initial weights.
+        trackers: connects to the chosen services.
         device, ranks: where this process computes, and among which.
     """
 
@@ -67,6 +72,8 @@ class Job:
     optimizer: Any
     factor: Callable[[int], float]
     heldout: Callable[[], dict[str, Any]] | None
+    branch: Branch | None
+    trackers: Callable[[], list[Sink]]
     device: torch.device
     ranks: Ranks
 
@@ -115,26 +122,31 @@ def run(job: Job) -> dict[str, Any]:
         Interrupted: SIGTERM or Ctrl-C; a checkpoint has been saved.
     """
     state = restore(job)
+    asked = job.cfg.trainer
     metrics = Metrics(
         job.run_dir,
         state.step,
-        tensorboard=job.cfg.trainer.tensorboard,
+        tensorboard=asked.tensorboard,
+        trackers=job.trackers(),
         is_main=job.ranks.is_main,
     )
+    window = ProfileWindow(job.run_dir / "profile", asked.profile_start, asked.profile_steps)
     bar = progress(job.steps, "train", "step", initial=state.step, disable=not job.ranks.is_main)
     batches = job.loader.batches(_rows(job, state.step))
     last: dict[str, Any] = {}
     try:
         with StopSignals() as stop:
             while state.step < job.steps:
+                window.before(state.step + 1)
                 last = update(job, state, batches, metrics)
+                window.after(state.step)
                 bar.update()
                 bar.set_postfix_str(_postfix(last, state), refresh=False)
                 stopping = any(job.ranks.gather(stop.requested))
                 done = state.step == job.steps
                 due = _due(job, state.step)
                 measured = _measure(job, state, metrics) if due and job.ranks.is_main else None
-                every = job.cfg.trainer.checkpoint_every
+                every = asked.checkpoint_every
                 if due or done or stopping or (every and state.step % every == 0):
                     save(job, state, last, measured)
                 if stopping and not done:
@@ -144,6 +156,7 @@ def run(job: Job) -> dict[str, Any]:
                         do="The same command goes on",
                     )
     finally:
+        window.close()
         bar.close()
         metrics.close()
     saved = checkpoint.load_state(checkpoint.find(job.run_dir, "last"))
@@ -279,18 +292,15 @@ def forward(job: Job, batch: Batch, weight: float) -> tuple[torch.Tensor, dict[s
         batch: the row, on the device.
         weight: the denominator of the whole step.
     """
-    label_NK, counts_NK = batch.labels(job.plan.block)
     if weight == 0 or not batch.num_anchors:
         return torch.zeros((), device=job.device), {}
-    h_NBD = job.drafter(batch, job.embed)
-    weight_NK = slot_weights(counts_NK, job.cfg.loss.gamma)
-    return block_loss(
-        h_NBD,
-        label_NK,
-        weight_NK,
+    return batch_loss(
+        job.drafter(batch, job.embed),
+        batch,
         job.head,
+        job.cfg.loss,
+        num_states=job.drafter.num_states,
         denominator=weight,
-        chunk=job.cfg.loss.chunk,
     )
 
 
@@ -365,6 +375,8 @@ def restore(job: Job) -> Progress:
         MismatchError: it belongs to another drafter or optimizer.
     """
     existing = checkpoint.steps(job.run_dir)
+    if not existing and job.branch is not None:
+        return _take_over(job, job.branch)
     if not existing:
         return Progress(digest=job.plan.start_digest())
     path = job.run_dir / checkpoint.FOLDER / checkpoint.name_of(existing[-1])
@@ -375,6 +387,16 @@ def restore(job: Job) -> Progress:
     return Progress(
         saved["step"], bytes.fromhex(saved["digest"]), saved["bad_in_row"], saved["totals"]
     )
+
+
+def _take_over(job: Job, branch: Branch) -> Progress:
+    checkpoint.load_parameters(job.drafter, branch.model, branch.path)
+    if branch.optimizer is not None:
+        job.optimizer.load_named_state(branch.optimizer)
+    if not branch.same_data:
+        return Progress(digest=job.plan.start_digest())
+    saved = branch.state
+    return Progress(saved["step"], bytes.fromhex(saved["digest"]), 0, dict(saved["totals"]))
 
 
 def save(job: Job, state: Progress, line: dict[str, Any], measured: dict[str, Any] | None) -> None:

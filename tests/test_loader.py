@@ -19,7 +19,7 @@ from stage2_train.config import (
     TrainConfig,
 )
 from stage2_train.feed import Feed
-from stage2_train.loader import Loader, RamReader, heldout_batches
+from stage2_train.loader import Loader, heldout_batches, open_feed
 from stage2_train.steps import StepPlan, chain, pack, pack_balanced
 
 BLOCK = 4
@@ -32,15 +32,10 @@ def _plan(snapshot, tokens_per_row=40, rows_per_step=2, anchors=5, seed=0):
     return StepPlan(snapshot, batch, seed=seed, block=BLOCK)
 
 
-def _loader(plan, reader, workers=0, mask_token_id=99):
-    return Loader(
-        plan,
-        reader,
-        num_states=2,
-        hidden_size=4,
-        mask_token_id=mask_token_id,
-        config=LoaderConfig(workers=workers, prefetch=2),
-    )
+def _loader(plan, reader, workers=0, mask_token_id=99, ram=False):
+    config = LoaderConfig(workers=workers, prefetch=2, ram=ram)
+    feed = open_feed(plan, reader, num_states=2, hidden_size=4, config=config)
+    return Loader(plan, feed, mask_token_id=mask_token_id)
 
 
 def _rows(plan, steps, rank=0, world=1):
@@ -291,7 +286,7 @@ def test_ram_feeds_the_same():
     rows = _rows(plan, 3)
     _same(
         _take(_loader(plan, Reader(samples)), rows),
-        _take(_loader(plan, RamReader(Reader(samples), snapshot.ids)), rows),
+        _take(_loader(plan, Reader(samples), workers=3, ram=True), rows),
     )
 
 

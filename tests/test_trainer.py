@@ -5,6 +5,7 @@ import json
 import math
 import os
 import signal
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from shared.store import Store
 from stage2_train import build, checkpoint, trainer
 from stage2_train.batch import Batch
 from stage2_train.build import assemble, begin, mask_token, open_source, train, train_run
-from stage2_train.config import Dtype, ScheduleConfig, ScheduleName
+from stage2_train.config import Dtype, ScheduleConfig, ScheduleName, Tracker
 from stage2_train.heldout import heldout
 from stage2_train.loader import heldout_batches
 from stage2_train.ranks import Ranks
@@ -459,3 +460,116 @@ def test_differences_are_dotted_leaves():
 def test_tensorboard_files_are_written(cache, tmp_path):
     train_run(tiny_config(cache, tmp_path / "run", steps=1, trainer__tensorboard=True))
     assert list((tmp_path / "run" / "tensorboard").glob("events*"))
+
+
+def test_recomputing_layers_gives_the_same_gradients(cache, tmp_path):
+    found = []
+    for recompute in (False, True):
+        cfg = tiny_config(cache, tmp_path / str(recompute), trainer__recompute=recompute)
+        with _job(cfg, tmp_path / str(recompute)) as job:
+            found.append(_gradients(job))
+    _equal(*found)
+
+
+def test_bf16_compute_is_near_float32_and_keeps_float32_gradients(cache, tmp_path):
+    found = []
+    for dtype in (Dtype.float32, Dtype.bfloat16):
+        with _job(
+            tiny_config(cache, tmp_path / dtype.value, trainer__dtype=dtype), tmp_path / dtype.value
+        ) as job:
+            assert job.head.dtype is getattr(torch, dtype.value)
+            found.append(_gradients(job))
+    for name, gradient in found[0].items():
+        assert found[1][name].dtype is torch.float32
+        error = (gradient - found[1][name]).norm() / (gradient.norm() + 1e-3)
+        assert error < 0.1, name
+
+
+def test_a_branch_with_the_same_optimizer_is_the_parents_continuation(cache, tmp_path):
+    parent = tiny_config(cache, tmp_path / "parent", steps=8, trainer__checkpoint_every=4)
+    train_run(parent)
+    child = tiny_config(cache, tmp_path / "child", steps=8)
+    child.branch.run_dir, child.branch.checkpoint = str(tmp_path / "parent"), "step-000004"
+    result = train_run(child)
+    _equal(_parameters(tmp_path / "parent"), _parameters(tmp_path / "child"))
+    assert result["digest"] == read_record(tmp_path / "parent").result["digest"]
+    record = read_record(tmp_path / "child")
+    assert record.parent["step"] == 4
+    assert (record.parent["optimizer"], record.parent["schedule"]) == ("kept", "continued")
+    assert [line["step"] for line in _lines(tmp_path / "child")] == [5, 6, 7, 8]
+
+
+def test_a_branch_with_another_optimizer_drops_states_and_warms_up_again(
+    cache, tmp_path, capsys, monkeypatch
+):
+    train_run(tiny_config(cache, tmp_path / "parent", steps=4))
+    child = tiny_config(cache, tmp_path / "child", steps=14, optimizer="muon")
+    child.schedule.warmup = 5
+    child.branch.run_dir = str(tmp_path / "parent")
+    _stop_after(monkeypatch, 7)
+    with pytest.raises(Interrupted):
+        train_run(child)
+    monkeypatch.undo()
+    assert "optimizer states dropped (exp_avg of " in capsys.readouterr().err
+    train_run(child)  # goes on from its own checkpoint, not from the parent's
+    record = read_record(tmp_path / "child")
+    assert record.parent["optimizer"] == "dropped"
+    assert record.parent["schedule"] == "restarted"
+    factor = build_schedule(child.schedule, 10)
+    lines = _lines(tmp_path / "child")
+    assert [line["step"] for line in lines] == list(range(5, 15))
+    assert [line["lr"] for line in lines] == [0.01 * factor(step) for step in range(10)]
+    # The data goes on where the parent stopped.
+    straight = train_run(tiny_config(cache, tmp_path / "straight", steps=14))
+    assert record.result["digest"] == straight["digest"]
+    other = tiny_config(cache, tmp_path / "other", steps=3, seed=5)
+    other.branch.run_dir = str(tmp_path / "parent")
+    train_run(other)
+    assert read_record(tmp_path / "other").parent["data"] == "begun anew"
+    short = tiny_config(cache, tmp_path / "short", steps=4)
+    short.branch.run_dir = str(tmp_path / "parent")
+    with pytest.raises(MismatchError, match="has 4 updates, the run plans 4"):
+        train_run(short)
+
+
+def test_a_profile_window_writes_a_trace(cache, tmp_path):
+    cfg = tiny_config(cache, tmp_path / "run", steps=3)
+    cfg.trainer.profile_start, cfg.trainer.profile_steps = 2, 1
+    train_run(cfg)
+    names = sorted(path.name for path in (tmp_path / "run" / "profile").iterdir())
+    assert names == ["update-000002.json", "update-000002.txt"]
+
+
+@pytest.mark.parametrize("kind", list(Tracker))
+def test_trackers_get_the_numbers_and_are_imported_only_when_chosen(
+    cache, tmp_path, monkeypatch, kind
+):
+    assert kind.value not in sys.modules
+    cfg = tiny_config(cache, tmp_path / "run", steps=2)
+    cfg.tracking.trackers = [kind]
+    monkeypatch.setitem(sys.modules, kind.value, None)  # as if it were not installed
+    with pytest.raises(ConfigError, match=f"pip install {kind.value}"):
+        train_run(cfg)
+    assert not (tmp_path / "run").exists()
+    calls = []
+
+    class Service:
+        def __getattr__(self, name):
+            def call(*args, **kwargs):
+                calls.append((name, args, kwargs))
+                return self
+
+            return call
+
+    monkeypatch.setitem(sys.modules, kind.value, Service())
+    train_run(cfg)
+    logged = [call for call in calls if call[0] in {"log", "log_metrics"}]
+    assert [call[2]["step"] for call in logged] == [1, 2, 2]
+    assert logged[0][1][0]["loss"] == _lines(tmp_path / "run")[0]["loss"]
+    assert "heldout_loss" in logged[-1][1][0]
+    assert calls[-1][0] in {"finish", "end_run"}
+
+
+def test_losses_that_need_the_last_hidden_state_are_refused_without_it(cache, tmp_path):
+    with pytest.raises(ConfigError, match="last_hidden=true"):
+        train_run(tiny_config(cache, tmp_path / "run", loss__kl=0.5))
