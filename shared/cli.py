@@ -42,6 +42,13 @@ WORDS = {
         "stage1_extract.config:ExtractConfig",
         "stage1_extract.build:extract",
     ),
+    "status": Word(
+        "how a running extraction stands, from another terminal",
+        "drafttape status build/demo/cache",
+        "stage1_extract.config:StatusConfig",
+        "stage1_extract.status:status",
+        ("root",),
+    ),
     "cache": Word(
         "list, verify and manage a cache: drafttape cache ls|verify|diff|gc|… ROOT",
         "drafttape cache verify build/demo/cache",
@@ -60,6 +67,13 @@ WORDS = {
         "drafttape eval runs/muon",
         "stage2_train.config:EvalConfig",
         "stage2_train.evaluate:evaluate",
+        ("run_dir",),
+    ),
+    "export": Word(
+        "write a run's drafter as a Hugging Face directory that loads without drafttape",
+        "drafttape export runs/muon output=my-drafter",
+        "stage2_train.config:ExportConfig",
+        "stage2_train.export:export",
         ("run_dir",),
     ),
     "compare": Word(

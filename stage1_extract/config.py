@@ -70,6 +70,14 @@ class CacheConfig:
     shard_bytes: int = opt(2 << 30, "bytes of bf16 hidden states in a shard")
 
 
+class Executor(Enum):
+    """Who runs the shards of a job."""
+
+    auto = "auto"
+    local = "local"
+    torchrun = "torchrun"
+
+
 @dataclass
 class ExtractConfig:
     """drafttape extract"""
@@ -80,6 +88,9 @@ class ExtractConfig:
     snapshot: str | None = opt(None, "name of the new snapshot")
     batch_tokens: int = opt(8192, "token budget of a forward pass, pads included")
     device: str = opt("auto", "auto, cpu, cuda, cuda:N")
+    workers: int = opt(1, "processes on this machine, one a GPU (0: as many as there are GPUs)")
+    executor: Executor = opt(Executor.auto, "who runs the shards")
+    until: str | None = opt(None, "stop in time for this hour, HH:MM; the same command goes on")
     last_hidden: bool = opt(False, "also store the post-norm last hidden state (KL and L1 losses)")
     reject_threshold: float = opt(0.05, "exit with code 3 if a larger share of rows is rejected")
     self_test: bool = opt(True, "compare a batched sample with itself alone before the run")
@@ -125,6 +136,13 @@ class PlanConfig:
     probe: bool = opt(False, "load the target and measure its tokens/s for half a minute")
     device: str = opt("auto", "for probe: auto, cpu, cuda, cuda:N")
     sheet: SheetConfig = opt(SheetConfig, "the bottleneck sheet")
+
+
+@dataclass
+class StatusConfig:
+    """drafttape status"""
+
+    root: str = opt(MISSING, "the cache that is being filled")
 
 
 @dataclass

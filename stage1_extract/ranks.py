@@ -1,0 +1,106 @@
+"""Ranks under torchrun or SLURM: every rank runs the same command and takes the next free shard.
+
+A shard is claimed by a lock file beside the cache, so slow ranks take fewer. Rank 0 plans, writes
+the rejects and the snapshot; ranks meet over gloo at the start and at the end. A rank that fails
+ends the launcher non-zero; committed shards stay.
+"""
+
+import datetime
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shared.errors import ConfigError
+from shared.fs import Lock
+from shared.store import Store
+from shared.target import Target
+from stage1_extract.executors import Work
+from stage1_extract.worker import ShardResult, Worker
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process's place among all, from the launcher's environment."""
+
+    rank: int
+    size: int
+    local_rank: int
+
+    @classmethod
+    def from_environment(cls, environment: Any = os.environ) -> "Ranks | None":
+        """torchrun's RANK and WORLD_SIZE, else SLURM's; None outside of both.
+
+        Raises:
+            ConfigError: SLURM without the address of rank 0.
+        """
+        if "RANK" in environment and "WORLD_SIZE" in environment:
+            rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+            return cls(rank, size, int(environment.get("LOCAL_RANK", rank)))
+        if "SLURM_PROCID" in environment and int(environment.get("SLURM_NTASKS", 1)) > 1:
+            if "MASTER_ADDR" not in environment:
+                raise ConfigError(
+                    "several SLURM tasks, but MASTER_ADDR and MASTER_PORT are not set",
+                    do="Export them in the batch script, or use torchrun",
+                )
+            rank, size = int(environment["SLURM_PROCID"]), int(environment["SLURM_NTASKS"])
+            return cls(rank, size, int(environment.get("SLURM_LOCALID", 0)))
+        return None
+
+    def device(self, device: str) -> str:
+        """`cuda` becomes this rank's own GPU."""
+        return f"cuda:{self.local_rank}" if device == "cuda" else device
+
+    def start(self) -> None:
+        """Joins the others; a rank may wait for days for a slower one."""
+        import torch.distributed as dist
+
+        dist.init_process_group(
+            "gloo", rank=self.rank, world_size=self.size, timeout=datetime.timedelta(days=7)
+        )
+
+    def from_first(self, value: Any) -> Any:
+        """Rank 0's value, on every rank."""
+        import torch.distributed as dist
+
+        box = [value]
+        dist.broadcast_object_list(box)
+        return box[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, on every rank."""
+        import torch.distributed as dist
+
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def finish(self) -> None:
+        import torch.distributed as dist
+
+        dist.destroy_process_group()
+
+
+def run_rank(store: Store, target: Target, work: Work, ranks: Ranks) -> list[ShardResult]:
+    """Runs shards that no other rank has claimed; returns every rank's results, in any order."""
+    worker = Worker(store, target, work.codec, work.container)
+    name, results = f"rank {ranks.rank}", []
+    for position in range(len(work.shards)):
+        # Each rank starts elsewhere, so that they seldom ask for the same shard.
+        index = (position + ranks.rank * len(work.shards) // ranks.size) % len(work.shards)
+        shard = work.shards[index]
+        if work.stop.is_set():
+            break
+        claim = Lock.take(Path(store.root) / "shards" / f".claim-{shard.ids[0]}", wait=False)
+        if claim is None:
+            continue
+        try:
+            if shard.ids[0] in store.committed():
+                continue
+            result = worker.run(shard, work.tokens, lambda count: work.advance(name, count))
+        finally:
+            claim.release()
+        results.append(result)
+        work.finished(name, result)
+    gathered = ranks.gather(results)
+    return [result for part in gathered for result in part]
