@@ -131,6 +131,23 @@ class TargetCursor:
             self.keep((), 0)
             self.replays += 1
 
+    def select(self, num_block: int, kept: Sequence[int]) -> None:
+        """Keeps these positions of the last `num_block` ones, in this order (a path of a tree)."""
+        start = self.num_tokens - num_block
+        order = [*range(start), *(start + index for index in kept)]
+        index = torch.tensor(order, device=self.device)
+        for layer in self.cache.layers:
+            layer.keys = layer.keys.index_select(-2, index)
+            layer.values = layer.values.index_select(-2, index)
+        self.num_tokens = len(order)
+
+    @property
+    def maskable(self) -> bool:
+        """True when every layer keeps all keys, so that a tree can be masked."""
+        from transformers.cache_utils import DynamicLayer
+
+        return all(type(layer) is DynamicLayer for layer in self.cache.layers)
+
     @property
     def recurrent(self) -> bool:
         """True when some layer's state can't be cropped."""
@@ -204,6 +221,7 @@ def speculative(
     *,
     temperature: float = 0.0,
     generator: torch.Generator | None = None,
+    most_drafts: int | None = None,
 ) -> Decoded:
     """Decodes one prompt with chain verification.
 
@@ -211,6 +229,7 @@ def speculative(
         taps: the target's tapped modules, in the order of the cache's states.
         prompt: at least one id.
         temperature: 0 verifies greedily; above it, by sampling with `generator`.
+        most_drafts: verify only the first so many drafts of a block.
 
     Returns:
         At temperature 0 the tokens of `greedy`; above it, tokens of the target's distribution.
@@ -224,7 +243,7 @@ def speculative(
     clock.lap("prefill")
     while len(decoded.tokens) < max_new_tokens and anchor not in end_tokens:
         draft.drafter.extend(state, as_stored(hidden_TLD))
-        drafted_KV = draft.logits(state, anchor)
+        drafted_KV = draft.logits(state, anchor)[:most_drafts]
         drafts = _choose_all(drafted_KV, temperature, generator)
         clock.lap("draft")
         block = [anchor, *drafts]

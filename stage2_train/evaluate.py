@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 
 from shared.config import Dtype, TargetConfig, typed
-from shared.errors import DataError, MismatchError
+from shared.errors import ConfigError, DataError, MismatchError
 from shared.fs import write_atomic
 from shared.log import note, progress, read_json_lines, say
 from stage2_train import checkpoint, decode
 from stage2_train.config import EvalConfig, TrainConfig
 from stage2_train.heldout import heldout
+from stage2_train.tree import speculative_tree
 
 FORMAT = "drafttape.eval.v1"
 
@@ -107,6 +108,11 @@ def measure(cfg: EvalConfig) -> dict[str, Any]:
     from stage2_train.build import resolve_device
     from stage2_train.loader import heldout_batches
 
+    if cfg.tree < 0 or (cfg.tree and cfg.temperature > 0):
+        raise ConfigError(
+            f"tree={cfg.tree} with temperature={cfg.temperature}: a tree is verified greedily",
+            do="Set tree=0 to sample, or temperature=0",
+        )
     device = str(resolve_device(cfg.device))
     path = Path(cfg.run_dir)
     folder = checkpoint.find(path, cfg.checkpoint)
@@ -117,6 +123,7 @@ def measure(cfg: EvalConfig) -> dict[str, Any]:
         "max_prompts": cfg.max_prompts,
         "max_new_tokens": cfg.max_new_tokens,
         "temperature": cfg.temperature,
+        "tree": cfg.tree,
     }
     known = read_evaluation(path)
     if known is not None and known.get("key") == key and not cfg.again:
@@ -172,10 +179,15 @@ def decode_prompts(run: LoadedRun, cfg: EvalConfig, device: str) -> dict[str, An
         )
         seed = int(hashlib.blake2b(name.encode(), digest_size=6).hexdigest(), 16)
         started = time.perf_counter()
-        fast = decode.speculative(
-            target.model, taps, draft, prompt, cfg.max_new_tokens, ends,
-            temperature=cfg.temperature, generator=torch.Generator().manual_seed(seed),
-        )  # fmt: skip
+        if cfg.tree:
+            fast = speculative_tree(
+                target.model, taps, draft, prompt, cfg.max_new_tokens, ends, budget=cfg.tree
+            )
+        else:
+            fast = decode.speculative(
+                target.model, taps, draft, prompt, cfg.max_new_tokens, ends,
+                temperature=cfg.temperature, generator=torch.Generator().manual_seed(seed),
+            )  # fmt: skip
         rows.append(
             {
                 "id": name,
