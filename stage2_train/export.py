@@ -1,0 +1,197 @@
+"""The word `export`: a run's drafter as a directory that transformers loads without drafttape.
+
+Two layouts. `drafttape` has its own modelling code (`exported_model.py`, copied along). `dflash`,
+for all-attention drafters, has the names and configuration of z-lab's published drafters, which
+their package and servers load; the modelling code lies beside it for plain transformers. Before
+the directory gets its name, another process loads it from disk and must give the same outputs.
+"""
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from shared.config import Dtype, typed
+from shared.errors import ConfigError, TrainingError
+from shared.log import say
+from shared.record import read_record
+from shared.store import Store
+from stage2_train import checkpoint
+from stage2_train.build import build_drafter
+from stage2_train.config import DrafterConfig, ExportConfig, Layout, TrainConfig
+from stage2_train.drafter import Drafter
+from stage2_train.model_card import model_card
+
+CODE = "modeling_drafttape"
+TOLERANCE = 1e-4  # of the largest output; float32 in another order of sums stays near 1e-6
+
+
+def export(cfg: ExportConfig) -> int:
+    """The word `export`. Returns the exit code."""
+    output = Path(cfg.output)
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError("it is there already and not empty", where=output, do="Name another one")
+    record = read_record(Path(cfg.run_dir))
+    config = typed(TrainConfig, record.config, where=Path(cfg.run_dir) / "run.json")
+    store = Store.open(config.cache.root)
+    drafter = build_drafter(config.drafter, store.spec, config.init_seed)
+    folder = checkpoint.find(Path(cfg.run_dir), cfg.checkpoint)
+    parameters, _, state = checkpoint.load(folder)
+    checkpoint.load_parameters(drafter, parameters, folder)
+    info = store.target_assets().info
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as temporary:
+        made = Path(temporary) / "made"
+        made.mkdir()
+        differences = write(made, drafter, config.drafter, info, cfg)
+        card = model_card(record, config, info, state["step"], _evaluation(cfg), differences)
+        (made / "README.md").write_text(card)
+        if output.exists():
+            output.rmdir()
+        made.rename(output)
+    checks = ", ".join(f"{name} {value:.1e}" for name, value in differences.items())
+    say(
+        f"{output}: the drafter of {folder}, {sum(p.numel() for p in drafter.parameters()):,} "
+        f"parameters in {cfg.dtype.value}; reloaded from disk, largest difference: {checks}"
+    )
+    return 0
+
+
+def write(
+    directory: Path, drafter: Drafter, drafter_cfg: DrafterConfig, info: dict[str, Any],
+    cfg: ExportConfig,
+) -> dict[str, float]:  # fmt: skip
+    """Writes configuration, weights and code into an empty directory and reloads them.
+
+    Returns:
+        loader -> largest relative difference of its outputs to the drafter's.
+
+    Raises:
+        ConfigError: the dflash layout for a drafter with GDN layers.
+        TrainingError: a loader fails or differs.
+    """
+    layout = cfg.layout
+    recurrent = "linear_attention" in drafter_cfg.layer_types
+    if layout is Layout.auto:
+        layout = Layout.drafttape if recurrent else Layout.dflash
+    if layout is Layout.dflash and recurrent:
+        raise ConfigError(
+            "DFlash's layout has attention layers only", where="layout", do="Use layout=drafttape"
+        )
+    dtype = getattr(torch, cfg.dtype.value)
+    weights = {
+        name: tensor.detach().to(dtype).contiguous()
+        for name, tensor in drafter.state_dict().items()
+    }
+    document = model_config(drafter_cfg, info, layout, cfg.dtype)
+    (directory / "config.json").write_text(json.dumps(document, indent=2) + "\n")
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    code = Path(__file__).with_name("exported_model.py")
+    shutil.copyfile(code, directory / f"{CODE}.py")
+    drafter.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
+    loaders = ["auto"]
+    if layout is Layout.dflash and importlib.util.find_spec("dflash"):
+        loaders.append("dflash")
+    return {loader: reload_difference(directory, drafter, loader) for loader in loaders}
+
+
+def model_config(
+    cfg: DrafterConfig, info: dict[str, Any], layout: Layout, dtype: Dtype
+) -> dict[str, Any]:
+    """`config.json`. Everything is the drafter's own; nothing is inherited from the target's."""
+    document: dict[str, Any] = {
+        "hidden_size": info["hidden_size"],
+        "intermediate_size": cfg.intermediate_size,
+        "num_hidden_layers": len(cfg.layer_types),
+        "layer_types": list(cfg.layer_types),
+        "num_attention_heads": cfg.num_attention_heads,
+        "num_key_value_heads": cfg.num_key_value_heads,
+        "head_dim": cfg.head_dim,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "sliding_window": cfg.sliding_window,
+        "use_sliding_window": "sliding_attention" in cfg.layer_types,
+        "rms_norm_eps": cfg.rms_norm_eps,
+        "rope_theta": cfg.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": cfg.rope_theta},
+        "is_causal": False,
+        "block_size": cfg.block_size,
+        "vocab_size": info["vocab_size"],
+        "num_target_layers": info.get("num_layers"),
+        "tie_word_embeddings": False,
+        "dflash_config": {
+            "target_layer_ids": list(info["layer_ids"]),
+            "mask_token_id": cfg.mask_token_id,
+        },
+        "dtype": dtype.value,
+    }
+    if layout is Layout.dflash:
+        return document | {
+            "model_type": "qwen3",
+            "architectures": ["DFlashDraftModel"],
+            "auto_map": {"AutoModel": f"{CODE}.DFlashDraftModel"},
+        }
+    return document | {
+        "model_type": "drafttape",
+        "architectures": ["DrafttapeModel"],
+        "auto_map": {
+            "AutoConfig": f"{CODE}.DrafttapeConfig",
+            "AutoModel": f"{CODE}.DrafttapeModel",
+        },
+        "linear_num_key_heads": cfg.linear_num_key_heads,
+        "linear_num_value_heads": cfg.linear_num_value_heads,
+        "linear_key_head_dim": cfg.linear_key_head_dim,
+        "linear_value_head_dim": cfg.linear_value_head_dim,
+        "linear_conv_kernel_dim": cfg.conv_kernel_size,
+        "bidirectional_block": cfg.bidirectional_block,
+    }
+
+
+@torch.no_grad()
+def reload_difference(directory: Path, drafter: Drafter, loader: str, tokens: int = 150) -> float:
+    """Largest difference of a reloaded drafter's outputs, relative to the largest output.
+
+    Raises:
+        TrainingError: it can't be loaded, or differs by more than rounding.
+    """
+    generator = torch.Generator().manual_seed(0)
+    size, block = drafter.hidden_size, drafter.cfg.block_size
+    hidden = torch.randn(tokens, drafter.num_states, size, generator=generator)
+    noise = torch.randn(block, size, generator=generator) * 0.1
+    state = drafter.new_state()
+    drafter.extend(state, hidden)
+    mine = drafter.draft(state, noise)
+    with tempfile.TemporaryDirectory() as temporary:
+        inputs, output = Path(temporary) / "in.safetensors", Path(temporary) / "out.safetensors"
+        save_file({"hidden": hidden.flatten(1), "noise": noise}, inputs)
+        script = Path(__file__).with_name("reload.py")
+        # -P: the script's own directory must not come into the import path.
+        done = subprocess.run(
+            [sys.executable, "-P", script, directory, inputs, output, loader],
+            env=os.environ | {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": temporary},
+            cwd=temporary, capture_output=True, text=True,
+        )  # fmt: skip
+        if done.returncode:
+            last = done.stderr.strip().splitlines()[-1:] or ["no message"]
+            raise TrainingError(f"the export can't be loaded ({loader}): {last[0]}")
+        theirs = load_file(output)["out"]
+    difference = ((theirs - mine).abs().max() / mine.abs().max()).item()
+    if not difference <= TOLERANCE:
+        raise TrainingError(
+            f"the reloaded drafter ({loader}) differs by {difference:.2g} of its largest output"
+        )
+    return difference
+
+
+def _evaluation(cfg: ExportConfig) -> dict[str, Any]:
+    path = Path(cfg.run_dir) / "eval.json"
+    return json.loads(path.read_text()) if path.exists() else {}
