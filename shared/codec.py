@@ -135,6 +135,11 @@ def scratch(size: int) -> np.ndarray:
     return _SCRATCH.buffer[:size]
 
 
+# Bytes stored per byte of bf16, rounded up: for estimates and for checks of free space.
+RATIOS = {
+    "lossless": 0.74, "fast": 0.88, "int8": 0.53, "bits5": 0.62, "bits4": 0.56, "bits3": 0.5,
+    "int4": 0.3,
+}  # fmt: skip
 NAMES = ("lossless", "fast", "int8", "bits5", "bits4", "bits3", "int4")
 
 

@@ -209,6 +209,14 @@ class LocalFiles:
             fsync_path(path.parent)
         return True
 
+    def free_bytes(self) -> int | None:
+        """Room on the device; None where that can't be known."""
+        path = self.root.absolute()
+        while not path.exists():
+            path = path.parent
+        with disk_errors(path):
+            return shutil.disk_usage(path).free
+
     def exists(self, name: str) -> bool:
         return self.path(name).exists()
 
@@ -263,6 +271,7 @@ class Lock:
     @classmethod
     def take(cls, path: Path, *, wait: bool) -> "Lock | None":
         """The lock, or None when another process holds it and `wait` is false."""
+        path.parent.mkdir(parents=True, exist_ok=True)
         while True:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:

@@ -4,6 +4,7 @@ Data is written before its sidecar, the snapshot's table before its JSON, both b
 a crash leaves garbage, never a lie.
 """
 
+import contextlib
 import hashlib
 import re
 from collections.abc import Callable, Sequence
@@ -16,7 +17,6 @@ import numpy as np
 from shared.assets import TargetAssets, load_frozen, read_assets, write_assets
 from shared.errors import CacheError, CorruptionError, DataError, MismatchError
 from shared.fs import (
-    LocalFiles,
     disk_errors,
     seal_json,
     seal_lines,
@@ -24,8 +24,9 @@ from shared.fs import (
     unseal_json,
     unseal_lines,
 )
-from shared.index import SampleIndex
+from shared.index import SampleIndex, decode_index, encode_index
 from shared.reader import SampleReader
+from shared.remote import files_at
 from shared.sample import SnapshotRow
 from shared.shards import FORMAT, HEX32, ShardInfo, ids_array, library_versions, plan_shard
 from shared.snapshot import Snapshot, build_snapshot
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SampleReader", "ShardWriter", "Snapshot", "Store", "TargetAssets", "load_frozen"]
 
+_INDEX_FROM = 256  # sidecars that are read one by one without complaint
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -45,7 +47,7 @@ class Store:
     """One cache: shards, snapshots and jobs under one root, of one CaptureSpec."""
 
     def __init__(self, root: str | Path, spec: CaptureSpec) -> None:
-        self.files = LocalFiles(root)
+        self.files = files_at(root)
         self.root, self.spec = str(root), spec
         self._index: tuple[list[str], SampleIndex] | None = None
         self._known: dict[str, np.ndarray] = {}
@@ -58,7 +60,7 @@ class Store:
             MismatchError: the cache is of another spec; every differing field is named.
             CacheError: the root can't be written or holds something else.
         """
-        files = LocalFiles(root)
+        files = files_at(root)
         if not files.exists("cache.json"):
             if files.names(""):
                 raise CacheError(
@@ -92,7 +94,7 @@ class Store:
             CacheError: there is none, or its format is unknown.
             CorruptionError: cache.json is damaged.
         """
-        files, where = LocalFiles(root), f"{root}/cache.json"
+        files, where = files_at(root), f"{root}/cache.json"
         try:
             document = unseal_json(files.read("cache.json"), where)
         except FileNotFoundError:
@@ -151,14 +153,34 @@ class Store:
         """
         names = self.shard_ids()
         if self._index is None or self._index[0] != names:
+            if not self._known and len(names) > _INDEX_FROM:
+                with contextlib.suppress(FileNotFoundError):
+                    self._known = dict(decode_index(self.files.read("index.bin")) or {})
             for name in self._known.keys() - set(names):
                 del self._known[name]
-            for name in names:
-                if name not in self._known:
-                    self._known[name] = ids_array(self.shard(name).ids)
+            missing = [name for name in names if name not in self._known]
+            for name in missing:
+                self._known[name] = ids_array(self.shard(name).ids)
             index = SampleIndex(names, [self._known[name] for name in names])
             self._index = names, index
+            if len(missing) > _INDEX_FROM:
+                with contextlib.suppress(CacheError):  # a read-only cache does without
+                    self.files.write("index.bin", encode_index(self._known))
         return self._index[1]
+
+    def require_space(self, num_bytes: float) -> None:
+        """Call before a run that will store about `num_bytes`.
+
+        Raises:
+            CacheError: the disk has less room than that.
+        """
+        free = self.files.free_bytes()
+        if free is not None and free < num_bytes:
+            raise CacheError(
+                f"the disk has {free / 1e9:.2f} GB free, about {num_bytes / 1e9:.2f} GB are needed",
+                where=self.root,
+                do="Free space, choose a smaller codec, or put cache.root elsewhere",
+            )
 
     def write_shard(
         self, samples: Sequence[tuple[str, Any]], codec: str, container: str

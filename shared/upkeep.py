@@ -251,12 +251,12 @@ def repair(store: "Store", found: VerifyReport, *, dry_run: bool = True) -> Repa
             continue
         if name in found.bad_shards:
             _repair_shard(store, info, found, report, dry_run)
-    for folder in ("jobs", "rejects", "target"):
-        for path in found.bad_files:
-            if path.startswith(f"{folder}/"):
-                report.removed.append(path)
-                if not dry_run:
-                    store.files.remove(folder if folder == "target" else path)
+    for path in found.bad_files:
+        folder = path.partition("/")[0]
+        if folder in ("jobs", "rejects", "target", "index.bin"):
+            report.removed.append(path)
+            if not dry_run:
+                store.files.remove("target" if folder == "target" else path)
     report.left = [path for path in found.bad_files if path.startswith("snapshots/")]
     return report
 

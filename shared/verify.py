@@ -9,6 +9,7 @@ import numpy as np
 
 from shared.errors import DrafttapeError
 from shared.fs import unseal_json, unseal_lines
+from shared.index import decode_index
 from shared.shards import ShardInfo
 
 if TYPE_CHECKING:
@@ -74,7 +75,12 @@ def verify(
             report.files += 1
             with _collect(report, f"{folder}/{name}"):
                 parse(store.files.read(f"{folder}/{name}"), where)
-    if store.files.exists("target"):
+    if store.files.exists("index.bin"):
+        report.files += 1
+        if decode_index(store.files.read("index.bin")) is None:
+            report.problems.append("index.bin is damaged; it is not used, and made again")
+            report.bad_files.append("index.bin")
+    if store.files.names("target"):
         from shared.assets import verify_assets
 
         report.files += 2

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shared.chunks import ChunkWriter
+from shared.codec import RATIOS
 from shared.fs import Lock, Staging, disk_errors, seal_json
 from shared.sample import sample_id
 from shared.shards import ShardInfo, damaged
@@ -54,6 +55,10 @@ class ShardWriter:
         self._replaces, self._row = replaces, 0
 
     def __enter__(self) -> "ShardWriter":
+        info = self._info
+        tokens = int(info.num_tokens.sum(dtype=np.int64))
+        size = tokens * info.num_states * info.hidden_size * 2 * RATIOS[info.codec]
+        self._store.require_space(size)
         self._staging = Staging(self._store.files.path("shards"), self.shard_id)
         try:
             with disk_errors(f"{self._store.root}/shards"):
