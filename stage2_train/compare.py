@@ -15,7 +15,14 @@ from shared.fs import write_atomic
 from shared.log import say
 from stage2_train import analysis, verdict
 from stage2_train.config import CompareConfig
-from stage2_train.runs import Arm, check_inputs, differing_settings, group_arms, read_run
+from stage2_train.runs import (
+    Arm,
+    check_inputs,
+    common_steps,
+    differing_settings,
+    group_arms,
+    read_run,
+)
 from stage2_train.stats import Interval, none_if_nan
 
 FORMAT = "drafttape.compare.v1"
@@ -38,6 +45,7 @@ def analyse(cfg: CompareConfig) -> tuple[dict[str, Any], list[Arm]]:
             do="Name runs whose configuration differs; the first one is the baseline",
         )
     seeds = check_inputs(arms, allow_codec=cfg.allow_codec)
+    first_step = common_steps(arms, seeds)
     baseline = arms[0]
     pairs = {arm.name: analysis.compare_pair(baseline, arm, seeds, cfg.confidence)
              for arm in arms[1:]}  # fmt: skip
@@ -49,6 +57,7 @@ def analyse(cfg: CompareConfig) -> tuple[dict[str, Any], list[Arm]]:
         "format": FORMAT,
         "digests_equal": True,
         "steps": first.num_steps,
+        "first_step": first_step,
         "output_identical": [sum(p[0] for p in identical), sum(p[1] for p in identical)]
         if all(identical)
         else None,

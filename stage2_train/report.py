@@ -242,6 +242,7 @@ def inputs_html(summary: dict[str, Any]) -> str:
     inputs = summary["inputs"]
     facts = [
         ("steps, equal inputs at every one", summary["steps"]),
+        ("first step compared (branches share what is before)", summary["first_step"]),
         ("snapshot", inputs["snapshot"]),
         ("capture spec", inputs["spec_digest"]),
         ("codecs", inputs["codecs"]),

@@ -22,7 +22,7 @@ NEUTRAL = (
     "run_dir", "seed", "init_seed", "device", "loader", "trainer.tensorboard",
     "trainer.checkpoint_every", "trainer.keep", "trainer.eval_every", "cache.root",
     "cache.snapshot", "tracking", "trainer.max_bad_steps", "trainer.recompute",
-    "trainer.profile_start", "trainer.profile_steps",
+    "trainer.profile_start", "trainer.profile_steps", "diagnostics",
 )  # fmt: skip
 
 
@@ -255,11 +255,29 @@ def check_inputs(arms: list[Arm], *, allow_codec: bool = False) -> list[tuple[in
 
 
 def first_difference(a: Run, b: Run) -> int | None:
-    """The first step whose inputs differ or that only one of the runs has; None: all equal."""
-    for step in sorted(set(a.digests) | set(b.digests)):
-        if a.digests.get(step) != b.digests.get(step):
+    """The first step whose inputs differ or that only one of the runs has; None: all equal.
+
+    A run that was branched at step k has digests from k+1 on. Each digest covers all steps before
+    it, so equality from there on is equality of everything, the trunk included.
+    """
+    if not a.digests or not b.digests:
+        return min({*a.digests, *b.digests}, default=None)
+    start = max(min(a.digests), min(b.digests))
+    for step in sorted({*a.digests, *b.digests}):
+        if step >= start and a.digests.get(step) != b.digests.get(step):
             return step
     return None
+
+
+def common_steps(arms: list[Arm], seeds: list[tuple[int, int]]) -> int:
+    """Cuts every run to the steps from the latest branch point on; returns the first of them."""
+    chosen = [arm.runs[seed] for arm in arms for seed in seeds]
+    first = max(int(run.series["step"][0]) for run in chosen)
+    for run in chosen:
+        kept = run.series["step"] >= first
+        if not kept.all():
+            run.series = {key: values[kept] for key, values in run.series.items()}
+    return first
 
 
 def _codec(run: Run) -> Any:

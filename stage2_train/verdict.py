@@ -122,8 +122,9 @@ def terminal_text(summary: dict[str, Any]) -> str:
     seeds = len(summary["seeds"])
     lines.append("")
     lines.append(
-        f"inputs identical at all {summary['steps']} steps, {seeds} seed{'s' * (seeds > 1)} "
-        f"(snapshot {summary['inputs']['snapshot']})"
+        f"inputs identical at all {summary['steps']} steps"
+        + (f" from step {summary['first_step']} on" if summary["first_step"] > 1 else "")
+        + f", {seeds} seed{'s' * (seeds > 1)} (snapshot {summary['inputs']['snapshot']})"
     )
     if summary["output_identical"]:
         same, tried = summary["output_identical"]

@@ -165,6 +165,27 @@ def test_matched_budgets(tmp_path):
     assert rows["seconds"]["budget"] == 120.0
 
 
+def test_branches_are_compared_from_the_branch_on(tmp_path):
+    """A run branched at step 40 has no lines before it; its first digest covers the trunk."""
+    paths = pair(tmp_path)
+    trunk = tmp_path / "adamw"
+    branch = write_run(tmp_path / "switched", loss=learning(80, gain=0.1, arm=1), optimizer=MUON)
+    for name in ("metrics.jsonl", "digests.jsonl"):
+        lines = (branch / name).read_text().splitlines(keepends=True)
+        (branch / name).write_text("".join(lines[40:]))
+    summary, _ = analyse(config([str(trunk), str(branch)], tmp_path))
+    assert (summary["first_step"], summary["steps"]) == (41, 40)
+    assert "from step 41 on" in verdict.terminal_text(summary)
+    foreign = write_run(
+        tmp_path / "foreign", loss=learning(80), optimizer=MUON, digests=chain(80, 0, 20)
+    )
+    for name in ("metrics.jsonl", "digests.jsonl"):
+        lines = (foreign / name).read_text().splitlines(keepends=True)
+        (foreign / name).write_text("".join(lines[40:]))
+    with pytest.raises(MismatchError, match="from step 41 on"):
+        analyse(config([paths[0], str(foreign)], tmp_path))
+
+
 def test_stability_counts_spikes_and_skips(tmp_path):
     loss = learning(100, own=0.0)
     loss[60] += 30
