@@ -3,13 +3,15 @@
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
-from stage2_train.attention import block_mask
+from stage2_train.attention import BlockAttention, block_mask
 from stage2_train.geometry import Geometry
+from stage2_train.mixer import GDNMixer
 from stage2_train.scan import Tokens, blocks_from_context, delta_rule
 
 HEADS, SIZE, BLOCK = 8, 64, 16
@@ -108,6 +110,34 @@ def block_vs_sdpa(num_tokens: int = 1024, num_anchors: int = 128) -> float:
     return dense / ours
 
 
+def bounded_context(lengths=(1024, 16384, 65536)) -> dict[str, float]:
+    """One layer drafting a block behind a long context: milliseconds and MiB of state.
+
+    GDN's state doesn't grow; a full attention layer keeps and reads every token.
+    """
+    torch.manual_seed(0)
+    gdn = GDNMixer(576, 6, 6, SIZE, SIZE, 4, 1e-6)
+    attention = BlockAttention(576, 6, 3, SIZE, 1e4, 1e-6)
+    block, figures = torch.randn(1, BLOCK, 576), {}
+    for length in lengths:
+        gdn_state, cache = gdn.new_state(), attention.new_state()
+        gdn_state.state_HKV.normal_()
+        cache.k_JTE, cache.v_JTE = torch.randn(2, 3, length, SIZE)
+        cache.seen = length
+        with torch.no_grad():
+            times = seconds(
+                [partial(gdn.draft, gdn_state, block), partial(attention.draft, cache, block)]
+            )
+        for name, state, time_s in zip(
+            ("gdn", "attention"), (gdn_state, cache), times, strict=True
+        ):
+            tensors = [x for x in vars(state).values() if isinstance(x, torch.Tensor)]
+            key = f"train.draft_{name}_{length // 1024}k"
+            figures[f"{key}_ms"] = time_s * 1e3
+            figures[f"{key}_mib"] = sum(x.nbytes for x in tensors) / 2**20
+    return figures
+
+
 def loss_memory(slots: int = 8192, vocabulary: int = 49152, width: int = 576) -> float:
     """Peak memory of the loss over its inputs, as a share of float32 logits of all slots."""
     code = f"from bench.mixer import peak; print(peak({slots}, {vocabulary}, {width}))"
@@ -150,6 +180,7 @@ def run() -> dict[str, float]:
             "train.mixer_error": max(error, error_long),
             "train.block_vs_sdpa": block_vs_sdpa(),
             "train.loss_memory": loss_memory(),
+            **bounded_context(),
         }
     finally:
         torch.set_num_threads(threads)

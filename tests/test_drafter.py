@@ -11,6 +11,7 @@ from stage2_train import config
 from stage2_train.attention import attention_groups, block_mask, blocks_attend
 from stage2_train.drafter import Drafter
 from stage2_train.geometry import Geometry
+from stage2_train.loss import block_loss
 from stage2_train.param_rules import route
 
 VOCABULARY, WIDTH, STATES = 40, 32, 3
@@ -155,3 +156,36 @@ def test_every_matrix_has_its_parts():
 def test_bad_sizes_are_named(changes, word):
     with pytest.raises(ConfigError, match=word):
         tiny(**changes)
+
+
+def test_bfloat16_compute_keeps_float32_masters(embed):
+    drafter = tiny().float()
+    batch = packed([10, 13], [3, 8, 14, 19])
+    label = torch.randint(0, 39, (4, 3), generator=torch.Generator().manual_seed(0))
+    results = []
+    for dtype in (torch.float32, torch.bfloat16):
+        drafter.compute_dtype = dtype
+        drafter.zero_grad()
+        h_NBD = drafter(batch, embed.to(dtype))
+        assert h_NBD.dtype == dtype
+        loss, _ = block_loss(
+            h_NBD, label, torch.ones(4, 3), embed.to(dtype), denominator=12.0, chunk=5
+        )
+        loss.backward()
+        assert all(p.grad.dtype == torch.float32 for p in drafter.parameters())
+        results.append([loss.detach(), *(p.grad.clone() for p in drafter.parameters())])
+    assert abs(results[0][0] - results[1][0]) < 0.05 * results[0][0]
+    for exact, rounded in zip(*results, strict=True):
+        assert (exact - rounded).norm() < 0.2 * exact.norm() + 1e-3
+
+
+def test_extended_in_bfloat16(embed):
+    drafter = tiny().float()
+    drafter.compute_dtype = torch.bfloat16
+    batch, state = packed([12], [11]), drafter.new_state()
+    for part in batch.hidden_TLD[:11].bfloat16().split(4):
+        drafter.extend(state, part)
+    h_BD = drafter.draft(state, embed[[3, 39, 39, 39]])
+    batch.input_ids_T[11] = 3
+    expected = drafter(batch, embed)[0]
+    torch.testing.assert_close(h_BD, expected, rtol=0.1, atol=0.1)
