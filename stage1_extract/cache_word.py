@@ -201,7 +201,7 @@ def convert(cfg: CacheWordConfig) -> int:
 
 def exchange_import(cfg: CacheWordConfig) -> int:
     """Makes a cache from another tool's files."""
-    from shared.exchange import import_from
+    from stage1_extract.exchange import import_from
 
     kind, source = cfg.args
     with progress(None, "import", "samples") as bar:
@@ -225,7 +225,7 @@ def exchange_import(cfg: CacheWordConfig) -> int:
 
 def exchange_export(cfg: CacheWordConfig) -> int:
     """Writes a snapshot as another tool's files."""
-    from shared.exchange import export_to
+    from stage1_extract.exchange import export_to
 
     kind, target = cfg.args[:2]
     ref = cfg.args[2] if len(cfg.args) > 2 else "latest"
