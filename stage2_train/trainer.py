@@ -24,6 +24,7 @@ from stage2_train import checkpoint
 from stage2_train.batch import Batch
 from stage2_train.branch import Branch
 from stage2_train.config import TrainConfig
+from stage2_train.diagnostics import Diagnostics
 from stage2_train.gradients import clip_gradients
 from stage2_train.loader import Loader
 from stage2_train.loss import batch_loss, slot_weights
@@ -195,8 +196,12 @@ def update(
     report = clip_gradients(named, cfg.trainer.clip.value, cfg.trainer.clip_norm)
     finite = bool(np.isfinite(loss)) and not report.nonfinite
     job.optimizer.set_lr(job.factor(state.step))
+    measured: dict[str, float] = {}
     if finite:
+        watch = Diagnostics(job.optimizer, cfg.diagnostics.every, layers=cfg.diagnostics.layers)
+        watch.before(state.step + 1)
         job.optimizer.step(checked=True)
+        measured = watch.after(report)
         state.bad_in_row = 0
     else:
         state.bad_in_row += 1
@@ -223,7 +228,7 @@ def update(
         "epoch": rows[-1].epoch,
     }
     line |= {f"lr_{group['name']}": group["lr"] for group in job.optimizer.param_groups[1:]}
-    metrics.write(state.step, **line, **(totals | {"skipped": not finite}))
+    metrics.write(state.step, **line, **measured, **(totals | {"skipped": not finite}))
     metrics.digest(state.step, state.digest)
     if state.bad_in_row >= cfg.trainer.max_bad_steps:
         raise TrainingError(
@@ -269,7 +274,7 @@ def accumulate(
             share.digests.append(batch.digest(job.plan.block))
             share.tokens += batch.num_tokens
             share.blocks += batch.num_anchors
-            loss, stats = forward(job, batch.to(job.device, non_blocking=True), weight)
+            loss, stats = forward(job, batch.to(job.device), weight)
             if loss.requires_grad:
                 loss.backward()
             right = stats["correct"].sum() if stats else loss.detach()
