@@ -42,6 +42,12 @@ WORDS = {
         "stage1_extract.config:ExtractConfig",
         "stage1_extract.build:extract",
     ),
+    "mask-audit": Word(
+        "show which tokens of the data are trained on, coloured, with statistics",
+        "drafttape mask-audit data.paths=[chats.jsonl] html=audit.html",
+        "stage1_extract.config:MaskAuditConfig",
+        "stage1_extract.mask_audit:mask_audit",
+    ),
     "status": Word(
         "how a running extraction stands, from another terminal",
         "drafttape status build/demo/cache",
@@ -82,6 +88,13 @@ WORDS = {
         "stage2_train.config:CompareConfig",
         "stage2_train.compare:compare",
         ("runs...",),
+    ),
+    "inspect": Word(
+        "what a run's updates did: sizes, clipping, decay, spectra; writes an HTML page",
+        "drafttape inspect runs/muon",
+        "stage2_train.config:InspectConfig",
+        "stage2_train.inspect_run:inspect",
+        ("run_dir",),
     ),
     "sweep": Word(
         "run a plan of trials from one cache, resumable; maps, near-optimal region, robust pick",

@@ -30,7 +30,7 @@ from stage1_extract.config import Executor, ExtractConfig
 from stage1_extract.executors import Deadline, Work, deadline, run_inline, stop_on_signals
 from stage1_extract.job import Job
 from stage1_extract.local_workers import run_local, worker_devices
-from stage1_extract.plan import ShardPlan
+from stage1_extract.plan import BITS, ShardPlan
 from stage1_extract.prompts import check_data, prepare, reasons
 from stage1_extract.ranks import Ranks, run_rank
 from stage1_extract.rows import data_files
@@ -106,6 +106,9 @@ def capture_missing(
         shards = ranks.from_first(shards)
     if not shards and _has_assets(store):
         return
+    if first and shards:
+        raw = sum(shard.num_tokens for shard in shards) * store.spec.bytes_per_token
+        store.require_space(raw * BITS[cfg.cache.codec] / 16)
     note(f"loading {info.cfg.name} on {device}")
     target: Target | None = load_target(info.cfg, device, info)
     assert target is not None

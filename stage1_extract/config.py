@@ -97,6 +97,18 @@ class ExtractConfig:
 
 
 @dataclass
+class ServerConfig:
+    """OpenAI-compatible servers that answer instead of a local target."""
+
+    endpoints: list[str] = opt([], "base URLs, such as http://localhost:8000/v1; empty: local")
+    model: str | None = opt(None, "served model (default: the first one the server lists)")
+    concurrency: int = opt(32, "chats in flight")
+    retries: int = opt(5, "tries again after errors that may pass")
+    timeout_s: float = opt(600.0, "seconds to wait for one answer")
+    key_variable: str = opt("OPENAI_API_KEY", "environment variable that holds the API key")
+
+
+@dataclass
 class GenerateConfig:
     """drafttape generate"""
 
@@ -106,6 +118,7 @@ class GenerateConfig:
     max_new_tokens: int = opt(128, "longest answer in tokens")
     batch_size: int = opt(32, "prompts answered together")
     device: str = opt("auto", "auto, cpu, cuda, cuda:N")
+    server: ServerConfig = opt(ServerConfig, "answers over HTTP")
 
 
 @dataclass
@@ -136,6 +149,16 @@ class PlanConfig:
     probe: bool = opt(False, "load the target and measure its tokens/s for half a minute")
     device: str = opt("auto", "for probe: auto, cpu, cuda, cuda:N")
     sheet: SheetConfig = opt(SheetConfig, "the bottleneck sheet")
+
+
+@dataclass
+class MaskAuditConfig:
+    """drafttape mask-audit"""
+
+    target: TargetConfig = opt(TargetConfig, "the target model (only its tokenizer is loaded)")
+    data: DataConfig = opt(DataConfig, "chat data")
+    samples: int = opt(3, "samples shown, spread over the data")
+    html: str | None = opt(None, "also write a page with these samples")
 
 
 @dataclass

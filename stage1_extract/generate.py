@@ -6,6 +6,7 @@ all is done the file is put into the prompts' order.
 
 import hashlib
 import json
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from stage1_extract.config import GenerateConfig
 from stage1_extract.decoding import greedy, group_prompts
 from stage1_extract.executors import stop_on_signals
 from stage1_extract.masking import ChatTemplate
+from stage1_extract.remote import Server, answer_chats
 from stage1_extract.rows import BadRow, Reject, Row, data_files, read_rows
 
 
@@ -47,7 +49,11 @@ class Chat:
         """Adds an answer and the next user turn; false when that was the last."""
         message = {"role": "assistant", "content": text}
         # A cut answer has no end token of the target's own: extract leaves it unsupervised.
-        self.messages.append(message | ({"finish_reason": "length"} if cut else {}))
+        return self.add(message | ({"finish_reason": "length"} if cut else {}))
+
+    def add(self, message: dict[str, Any]) -> bool:
+        """Adds an assistant message and the next user turn; false when that was the last."""
+        self.messages.append(message)
         asked = sum(message["role"] == "user" for message in self.messages)
         if asked == len(self.turns):
             return False
@@ -72,33 +78,39 @@ def generate(cfg: GenerateConfig) -> int:
     if cfg.max_new_tokens < 1 or cfg.batch_size < 1:
         raise ConfigError("max_new_tokens and batch_size must be positive")
     chats, rejects = read_prompts(cfg)
+    server = Server(cfg.server, cfg.max_new_tokens)
     output = Path(cfg.output)
     done = _existing(output)
     todo = [chat for chat in chats if chat.key not in done]
     started = time.perf_counter()
-    tokens = 0
+    tokens, failures = 0, 0
     if todo:
         with disk_errors(output):
             output.parent.mkdir(parents=True, exist_ok=True)
             lines = JsonLines(output, keep=lambda line: True)
-        device = choose_device(cfg.device)
-        note(f"loading {cfg.target.name} on {device}")
-        target = load_target(cfg.target, device)
-        started = time.perf_counter()
         try:
-            tokens = _answer_all(target, todo, cfg, lines)
+            if cfg.server.endpoints:
+                tokens, failures = _ask_all(server, todo, cfg, lines)
+            else:
+                device = choose_device(cfg.device)
+                note(f"loading {cfg.target.name} on {device}")
+                target = load_target(cfg.target, device)
+                started = time.perf_counter()
+                tokens = _answer_all(target, todo, cfg, lines)
         finally:
             lines.close()
         _reorder(output, chats)
     seconds = time.perf_counter() - started
     for reject in rejects[:5]:
         note(f"{reject.source}: {reject.reason}")
+    if failures:
+        note(f"{failures:,} chats failed; see {_errors_file(output)}; the same command retries")
     speed = f", {tokens:,} tokens, {tokens / seconds:,.0f} tokens/s" if tokens else ""
     say(
-        f"{len(todo):,} chats generated, {len(chats) - len(todo):,} kept, "
-        f"{len(rejects):,} rejected{speed}: {output}"
+        f"{len(todo) - failures:,} chats generated, {len(chats) - len(todo):,} kept, "
+        f"{len(rejects) + failures:,} rejected{speed}: {output}"
     )
-    return 3 if rejects else 0
+    return 3 if rejects or failures else 0
 
 
 def read_prompts(cfg: GenerateConfig) -> tuple[list[Chat], list[Reject]]:
@@ -191,6 +203,50 @@ def _answer_all(target: Target, todo: list[Chat], cfg: GenerateConfig, lines: Js
         if stop.is_set() and waiting:
             raise Interrupted("stopped while generating", do="The same command goes on")
     return made
+
+
+def _errors_file(output: Path) -> Path:
+    return output.with_name(output.name + ".errors.jsonl")
+
+
+def _ask_all(
+    server: Server, todo: list[Chat], cfg: GenerateConfig, lines: JsonLines
+) -> tuple[int, int]:
+    """Lets servers answer; returns (tokens, failed chats).
+
+    Raises:
+        Interrupted: a signal came; chats in hand were finished.
+    """
+    path, lock = _errors_file(Path(cfg.output)), threading.Lock()
+    path.unlink(missing_ok=True)
+    made, failures, finished, started = 0, 0, 0, time.perf_counter()
+    total = sum(len(chat.turns) for chat in todo)
+    with stop_on_signals(note) as stop, progress(total, "generate", "answer") as bar:
+
+        def turn(tokens: int) -> None:
+            nonlocal made
+            with lock:
+                made += tokens
+                speed = made / (time.perf_counter() - started)
+                bar.set_postfix_str(f"{made:,} tokens, {speed:,.0f} tok/s", refresh=False)
+                bar.update(1)
+
+        def done(chat: Chat) -> None:
+            nonlocal finished
+            finished += 1
+            lines.write(**chat.record(cfg.server.model or cfg.target.name))
+
+        def failed(chat: Chat, reason: str) -> None:
+            nonlocal failures
+            failures += 1
+            errors = JsonLines(path)
+            errors.write(source=chat.source, id=chat.name, key=chat.key, reason=reason)
+            errors.close()
+
+        answer_chats(server, todo, stop, done, failed, turn)
+        if stop.is_set() and finished + failures < len(todo):
+            raise Interrupted("stopped while generating", do="The same command goes on")
+    return made, failures
 
 
 def _prompt_ids(template: ChatTemplate, chat: Chat) -> list[int]:

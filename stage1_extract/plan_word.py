@@ -12,20 +12,10 @@ from shared.errors import ConfigError, DataError
 from shared.log import say
 from shared.target import mask_token_id, resolve_layer_ids, text_config
 from stage1_extract import bottleneck
-from stage1_extract.config import Codec, PlanConfig
-from stage1_extract.plan import JobPlan, plan_job
+from stage1_extract.config import PlanConfig
+from stage1_extract.plan import BITS, JobPlan, plan_job
 from stage1_extract.prompts import Prepared, prepare
 
-# Stored bits of a value, measured on real hidden states; a wide target may differ by some percent.
-BITS = {
-    Codec.lossless: 11.2,
-    Codec.fast: 13.3,
-    Codec.int8: 7.76,
-    Codec.bits5: 9.0,
-    Codec.bits4: 8.1,
-    Codec.bits3: 7.1,
-    Codec.int4: 4.5,
-}
 _BUCKETS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 
 

@@ -82,7 +82,17 @@ class Ranks:
 
 
 def run_rank(store: Store, target: Target, work: Work, ranks: Ranks) -> list[ShardResult]:
-    """Runs shards that no other rank has claimed; returns every rank's results, in any order."""
+    """Runs shards that no other rank has claimed; returns every rank's results, in any order.
+
+    Raises:
+        ConfigError: the cache is behind a URL.
+    """
+    if "://" in store.root:
+        raise ConfigError(
+            "ranks claim shards by lock files, which a URL doesn't have",
+            where="cache.root",
+            do="Extract onto a shared directory, then copy the cache",
+        )
     worker = Worker(store, target, work.codec, work.container)
     name, results = f"rank {ranks.rank}", []
     for position in range(len(work.shards)):

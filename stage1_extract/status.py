@@ -1,26 +1,26 @@
 """How a running extraction stands: progress bars, `status.json` and a page in the cache.
 
 `drafttape status CACHE` reads the file from any terminal; `status.html` reloads itself. Both are
-written at most once a second and are no part of the cache's data.
+written every two seconds and are no part of the cache's data.
 """
 
+import contextlib
 import html
 import json
 import os
-import secrets
 import socket
 import time
-from pathlib import Path
 from typing import Any
 
-from shared.errors import CacheError
+from shared.errors import CacheError, DrafttapeError
 from shared.log import progress, say
+from shared.remote import files_at
 from shared.store import Store
 from stage1_extract.config import StatusConfig
 from stage1_extract.worker import ShardResult
 
 FILE, PAGE = "status.json", "status.html"
-_EVERY_S = 1.0
+_EVERY_S = 2.0
 _SILENT_S = 120.0
 
 
@@ -95,19 +95,11 @@ class Status:
         self.state["updated"] = now
         self.state["tokens_per_s"] = round(speed, 1)
         self.state["eta_s"] = round(left / speed) if speed > 0 else None
-        text = json.dumps(self.state, indent=1)
         # A status that can't be written must not stop the run: the store reports a full disk.
-        try:
-            _replace(Path(self.store.root) / FILE, text)
-            _replace(Path(self.store.root) / PAGE, page(self.state))
-        except OSError:
-            return
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(f".tmp-{path.name}-{secrets.token_hex(4)}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+        with contextlib.suppress(DrafttapeError, OSError):
+            files = self.store.files
+            files.write(FILE, json.dumps(self.state, indent=1).encode())
+            files.write(PAGE, page(self.state).encode())
 
 
 def status(cfg: StatusConfig) -> int:
@@ -116,19 +108,18 @@ def status(cfg: StatusConfig) -> int:
     Raises:
         CacheError: nothing was extracted into it yet.
     """
-    path = Path(cfg.root) / FILE
+    where = f"{cfg.root}/{FILE}"
     try:
-        state = json.loads(path.read_text(encoding="utf-8"))
-        shown = lines(state)
+        shown = lines(json.loads(files_at(cfg.root).read(FILE)))
     except FileNotFoundError:
         raise CacheError(
             "no extraction has run here yet", where=cfg.root, do="Give the cache's directory"
         ) from None
     except (ValueError, KeyError, TypeError, OSError) as error:
-        raise CacheError(f"the status file can't be read ({error})", where=path) from None
+        raise CacheError(f"the status file can't be read ({error})", where=where) from None
     for line in shown:
         say(line)
-    say(f"page      {path.with_name(PAGE)}")
+    say(f"page      {cfg.root}/{PAGE}")
     return 0
 
 

@@ -1,15 +1,15 @@
 """Runs shards on one device: forward passes here, finite check, codec and disk in a thread.
 
-The thread is fed through a queue of two batches, so memory is bounded by the model, three batches
-of states and what the shard writer holds.
+The thread is fed through a queue of two batches, so memory beyond the model is bounded by four
+batches of states (computed, two queued, being written) and what the shard writer holds.
 
-B: samples; T: tokens; L: states; D: channels.
+T: tokens of a sample.
 """
 
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from shared.sample import sample_id
 from shared.store import Store
 from shared.target import Target
 from stage1_extract.checks import finite
+from stage1_extract.host_copy import HostBatch, HostCopies
 from stage1_extract.plan import ShardPlan
 
 _QUEUED_BATCHES = 2
@@ -41,7 +42,7 @@ class Worker:
 
     def __init__(self, store: Store, target: Target, codec: str, container: str) -> None:
         self.store, self.target, self.codec, self.container = store, target, codec, container
-        self.spec = store.spec
+        self.spec, self.copies = store.spec, HostCopies(target.device)
 
     def run(
         self,
@@ -90,9 +91,9 @@ class Worker:
                 try:
                     for start, stop in shard.batches:
                         names = shard.ids[start:stop]
-                        for hidden, part in self.forward([tokens[name] for name in names]):
-                            lengths = [len(tokens[names[i]]) for i in part]
-                            pipe.put([names[i] for i in part], lengths, hidden)
+                        for batch in self.forward([tokens[name] for name in names]):
+                            lengths = [len(tokens[names[i]]) for i in batch.rows]
+                            pipe.put([names[i] for i in batch.rows], lengths, batch)
                             advance(sum(lengths))
                 finally:
                     pipe.close()
@@ -102,10 +103,13 @@ class Worker:
             return pipe.bad
         return {}
 
-    def forward(self, sequences: list[np.ndarray]) -> list[tuple[np.ndarray, list[int]]]:
-        """States of a batch on the host as uint16 [B, T, L, D], with the rows they are of.
+    def forward(self, sequences: list[np.ndarray], first: int = 0) -> Iterator[HostBatch]:
+        """States of a batch, on their way to the host.
 
         When the device runs out of memory the batch is halved, again and again.
+
+        Args:
+            first: number of the first sequence in the planned batch.
 
         Raises:
             TargetError: not even one sample fits.
@@ -121,8 +125,8 @@ class Worker:
                 self.spec.layer_ids,
                 self.spec.last_hidden,
             )
-            host = hidden.cpu().view(torch.int16).numpy().view(np.uint16)
-            return [(host, list(range(len(sequences))))]
+            yield self.copies.start(hidden, list(range(first, first + len(sequences))))
+            return
         except torch.OutOfMemoryError:
             if len(sequences) == 1:
                 raise TargetError(
@@ -132,8 +136,8 @@ class Worker:
                 ) from None
         torch.cuda.empty_cache()
         half = (len(sequences) + 1) // 2
-        first, second = self.forward(sequences[:half]), self.forward(sequences[half:])
-        return first + [(host, [half + i for i in rows]) for host, rows in second]
+        yield from self.forward(sequences[:half], first)
+        yield from self.forward(sequences[half:], first + half)
 
 
 class _BadSamples(Exception):  # discards the shard that is being written
@@ -150,10 +154,10 @@ class _Pipe:
         self._thread = threading.Thread(target=self._work, name="shard-writer", daemon=True)
         self._thread.start()
 
-    def put(self, names: list[str], lengths: list[int], hidden_BTLD: np.ndarray) -> None:
+    def put(self, names: list[str], lengths: list[int], batch: HostBatch) -> None:
         """Queues a batch; waits while two are queued already."""
         self._check()
-        self._queue.put((names, lengths, hidden_BTLD))
+        self._queue.put((names, lengths, batch))
 
     def close(self) -> None:
         """Waits until all is written; raises what the thread met."""
@@ -170,12 +174,14 @@ class _Pipe:
             if self._error is not None:
                 continue
             try:
+                hidden_BTLD = item[2].wait()
                 for row, (name, length) in enumerate(zip(item[0], item[1], strict=True)):
-                    hidden_TLD = item[2][row, :length]
+                    hidden_TLD = hidden_BTLD[row, :length]
                     if not finite(hidden_TLD):
                         self.bad[name] = "a hidden state is not finite"
                     elif not self.bad:
                         self._writer.append(name, hidden_TLD)
+                item[2].release()
             except BaseException as error:
                 self._error = error
-            item = None
+            item = hidden_BTLD = hidden_TLD = None

@@ -263,7 +263,9 @@ def test_out_of_memory_halves_the_batch_and_names_a_lone_sample(tmp_path, monkey
         extract(config(tmp_path, cache="none"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_a_signal_finishes_the_shard_and_the_next_run_goes_on(tmp_path, monkeypatch, number):
     extract(config(tmp_path, cache="straight"))
     run = worker.Worker.run

@@ -1,5 +1,6 @@
 """Targets of every family: found, described without weights, tapped at the right place."""
 
+import functools
 import json
 from dataclasses import replace
 from types import SimpleNamespace
@@ -32,6 +33,12 @@ def tiny_target(family: str, **changes) -> target_module.Target:
         name=family, model=f"random://{family}", dtype=Dtype.float32, num_taps=3, **changes
     )
     return load_target(cfg)
+
+
+@functools.cache
+def one_target(family: str) -> target_module.Target:
+    """A target that tests share; they leave it as it is."""
+    return tiny_target(family)
 
 
 def states(target, sequences, layer_ids=None, last_hidden=False):
@@ -71,7 +78,7 @@ def test_layer_ids_are_never_guessed():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_trap_03_a_tap_is_the_output_of_its_layer(family):
-    target = tiny_target(family)
+    target = one_target(family)
     ids = torch.tensor([tokens(20)])
     output = target.decoder(input_ids=ids, output_hidden_states=True, use_cache=False)
     (ours,) = states(target, [tokens(20)], range(6))
@@ -123,7 +130,7 @@ def test_trap_03_on_a_toy_whose_layer_i_adds_2_to_the_i():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_trap_04_the_last_tap_is_before_the_final_norm(family):
-    target = tiny_target(family)
+    target = one_target(family)
     ids = torch.tensor([tokens(16)])
     (ours,) = states(target, [tokens(16)], [6], last_hidden=True)
     logits = target.model(input_ids=ids, use_cache=False).logits[0]
@@ -135,7 +142,7 @@ def test_trap_04_the_last_tap_is_before_the_final_norm(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_trap_01_a_sample_is_the_same_alone_in_any_slot_and_again(family):
-    target = tiny_target(family)
+    target = one_target(family)
     sample, longer = tokens(37), tokens(70, 1)
     (alone,) = states(target, [sample])
     batched = states(target, [sample, longer, tokens(5, 2), sample])
@@ -146,7 +153,7 @@ def test_trap_01_a_sample_is_the_same_alone_in_any_slot_and_again(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_trap_02_a_shared_prefix_changes_nothing(family):
-    target = tiny_target(family)
+    target = one_target(family)
     prefix = tokens(100)
     first, second = prefix + tokens(9, 1), prefix + tokens(13, 2)
     (cold,) = states(tiny_target(family), [second])
@@ -159,7 +166,7 @@ def test_trap_02_a_shared_prefix_changes_nothing(family):
 @pytest.mark.parametrize("length", [63, 64, 65])
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5", "qwen3_5_moe"])
 def test_trap_05_and_06_pads_do_not_reach_real_tokens_at_chunk_edges(family, length):
-    target = tiny_target(family)
+    target = one_target(family)
     sample = tokens(length)
     (alone,) = states(target, [sample])
     padded, _ = states(target, [sample, tokens(90, 1)])
@@ -183,7 +190,7 @@ def test_trap_05_the_delta_rule_backend_is_in_the_spec_and_another_is_refused(
 
 
 def test_trap_07_packed_samples_are_refused_by_the_cpu_delta_rule():
-    target = tiny_target("qwen3_5")
+    target = one_target("qwen3_5")
     ids = torch.tensor([tokens(20)])
     cuts = torch.tensor([0, 8, 20], dtype=torch.int32)
     with pytest.raises(TargetError, match="leak"):

@@ -1,0 +1,74 @@
+"""States from the device to the host without stopping the device.
+
+On CUDA a side stream copies into pinned buffers that are reused; the next forward pass runs
+meanwhile, and the writing thread waits for the copy's event. On CPU the states are already there.
+
+B: samples; T: tokens; L: states; D: channels.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+
+@dataclass
+class HostBatch:
+    """A batch on its way to the host.
+
+    Args:
+        rows: which samples of the planned batch these are.
+        shape: B, T, L, D.
+    """
+
+    rows: list[int]
+    shape: tuple[int, ...]
+    flat: Any
+    event: Any = None
+    pool: "HostCopies | None" = None
+
+    def wait(self) -> np.ndarray:
+        """uint16 [B, T, L, D], once the copy has arrived."""
+        if self.event is not None:
+            self.event.synchronize()
+        values = self.flat[: math.prod(self.shape)].numpy().view(np.uint16)
+        return values.reshape(self.shape)
+
+    def release(self) -> None:
+        """Gives the buffer back; `wait`'s array must not be used any more."""
+        if self.pool is not None:
+            self.pool.buffers.append(self.flat)
+        self.flat = None
+
+
+@dataclass
+class HostCopies:
+    """Makes HostBatches of one device's states; as many buffers as batches are in flight."""
+
+    device: Any
+    buffers: list[Any] = field(default_factory=list)
+    stream: Any = None
+
+    def start(self, hidden_BTLD: Any, rows: list[int]) -> HostBatch:
+        """Begins the copy of bfloat16 [B, T, L, D] on the device."""
+        import torch
+
+        bits, shape = hidden_BTLD.view(torch.int16), tuple(hidden_BTLD.shape)
+        if hidden_BTLD.device.type != "cuda":
+            return HostBatch(rows, shape, bits.cpu().reshape(-1))
+        if self.stream is None:
+            self.stream = torch.cuda.Stream(hidden_BTLD.device)
+        count = bits.numel()
+        # The largest batches come first, so the first buffers fit all later ones.
+        flat = next((b for b in list(self.buffers) if b.numel() >= count), None)
+        if flat is None:
+            flat = torch.empty(count, dtype=torch.int16, pin_memory=True)
+        else:
+            self.buffers.remove(flat)
+        self.stream.wait_stream(torch.cuda.current_stream(hidden_BTLD.device))
+        with torch.cuda.stream(self.stream):
+            flat[:count].copy_(bits.reshape(-1), non_blocking=True)
+            event = self.stream.record_event()
+        hidden_BTLD.record_stream(self.stream)
+        return HostBatch(rows, shape, flat, event, self)

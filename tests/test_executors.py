@@ -1,0 +1,175 @@
+"""Several workers make the same bytes as one; dead ones are replaced; status and deadlines."""
+
+import datetime
+import json
+import multiprocessing
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from shared.config import compose
+from shared.errors import CacheError, ConfigError, Interrupted, TargetError
+from shared.store import Store
+from stage1_extract import local_workers, worker
+from stage1_extract.build import extract
+from stage1_extract.config import StatusConfig
+from stage1_extract.executors import Deadline, deadline
+from stage1_extract.local_workers import worker_devices
+from stage1_extract.ranks import Ranks
+from stage1_extract.status import Status, lines, page, status
+from tests import worker_fakes
+from tests.test_extract import config, rows, tree, write
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path, monkeypatch):
+    monkeypatch.setenv("DRAFTTAPE_HOME", str(tmp_path / "home"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [2, 3])
+def test_workers_make_the_same_bytes(tmp_path, workers):
+    extract(config(tmp_path, cache="one"))
+    assert extract(config(tmp_path, f"workers={workers}", cache="many")) == 0
+    assert tree(tmp_path / "many") == tree(tmp_path / "one")
+    one, many = Store.open(tmp_path / "one"), Store.open(tmp_path / "many")
+    assert many.resolve() == one.resolve()
+    state = json.loads((tmp_path / "many" / "status.json").read_text())
+    assert state["state"] == "done"
+    assert sum(item["shards"] for item in state["workers"].values()) == state["shards"]
+    assert state["tokens"] == state["tokens_total"]
+
+
+@pytest.mark.slow
+def test_a_worker_killed_at_random_moments_changes_nothing(tmp_path):
+    write(tmp_path / "chats.jsonl", rows(60))
+    extract(config(tmp_path, "cache.shard_bytes=30000", cache="straight"))
+    rng, stop, kills = random.Random(0), threading.Event(), []
+
+    def killer():
+        # Only workers that have begun a shard: one that is killed while it loads costs seconds.
+        while not stop.wait(rng.random() * 0.5):
+            busy = list((tmp_path / "cache" / "shards").glob(".tmp-*.lock"))
+            children = multiprocessing.active_children()
+            if busy and children:
+                victim = rng.choice(children)
+                kills.append(victim.pid)
+                os.kill(victim.pid, 9)
+                stop.wait(6)
+
+    thread = threading.Thread(target=killer)
+    thread.start()
+    try:
+        code = extract(config(tmp_path, "cache.shard_bytes=30000", "workers=2"))
+    finally:
+        stop.set()
+        thread.join()
+    assert code == 0
+    assert kills
+    straight, ours = Store.open(tmp_path / "straight"), Store.open(tmp_path / "cache")
+    assert ours.resolve() == straight.resolve()
+    assert tree(tmp_path / "cache") == tree(tmp_path / "straight")
+
+
+def test_workers_that_keep_dying_end_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(local_workers, "worker_main", worker_fakes.die)
+    with pytest.raises(TargetError, match=r"3 workers died \(exit code 5\)"):
+        extract(config(tmp_path, "workers=2"))
+
+
+@pytest.mark.slow
+def test_what_a_worker_refuses_reaches_the_user(tmp_path, monkeypatch):
+    monkeypatch.setattr(local_workers, "worker_main", worker_fakes.refuse)
+    with pytest.raises(TargetError, match="no such kernel"):
+        extract(config(tmp_path, "workers=2"))
+
+
+@pytest.mark.slow
+def test_torchrun_ranks_make_the_same_bytes(tmp_path):
+    extract(config(tmp_path, cache="one"))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    command += ["-m", "shared.cli", "extract", "target=tiny_qwen3_5", "cache.shard_bytes=80000"]
+    command += [f"data.paths=[{tmp_path / 'chats.jsonl'}]", f"cache.root={tmp_path / 'many'}"]
+    done = subprocess.run([*command, "batch_tokens=400"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("snapshot ") == 1
+    assert tree(tmp_path / "many") == tree(tmp_path / "one")
+    assert Store.open(tmp_path / "many").resolve() == Store.open(tmp_path / "one").resolve()
+
+
+def test_ranks_come_from_the_launcher():
+    assert Ranks.from_environment({}) is None
+    assert Ranks.from_environment({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}) == (
+        Ranks(1, 4, 1)
+    )
+    slurm = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}
+    with pytest.raises(ConfigError, match="MASTER_ADDR"):
+        Ranks.from_environment(slurm)
+    found = Ranks.from_environment(slurm | {"MASTER_ADDR": "node1"})
+    assert found == Ranks(5, 8, 1)
+    assert (found.device("cuda"), found.device("cpu")) == ("cuda:1", "cpu")
+    assert worker_devices("cpu", 3) == ["cpu"] * 3
+
+
+def test_until_is_the_next_such_time():
+    now = datetime.datetime(2026, 5, 4, 23, 30)
+    assert deadline(None) is None
+    assert deadline("07:00", now) == datetime.datetime(2026, 5, 5, 7).timestamp()
+    assert deadline("23:45", now) == datetime.datetime(2026, 5, 4, 23, 45).timestamp()
+    for wrong in ("7 o'clock", "25:00"):
+        with pytest.raises(ConfigError, match="HH:MM"):
+            deadline(wrong)
+
+
+def test_the_deadline_leaves_time_for_a_shard_as_long_as_the_longest():
+    stop = threading.Event()
+    limit = Deadline(time.time() + 100, stop)
+    assert not limit.finished(40)
+    assert limit.finished(120)
+    assert stop.is_set()
+    assert not Deadline(None, threading.Event()).finished(1e9)
+
+
+def test_until_stops_with_code_4_and_commits_what_is_done(tmp_path, monkeypatch):
+    monkeypatch.setattr("stage1_extract.build.deadline", lambda until: time.time())
+    with pytest.raises(Interrupted):
+        extract(config(tmp_path, "until=07:00"))
+    assert len(Store.open(tmp_path / "cache").shard_ids()) == 1
+    state = json.loads((tmp_path / "cache" / "status.json").read_text())
+    assert (state["state"], state["shards"]) == ("stopped", 1)
+
+
+def test_the_status_word_tells_how_it_stands(tmp_path, capsys):
+    with pytest.raises(CacheError, match="no extraction"):
+        status(compose("status", StatusConfig, [f"root={tmp_path}"]))
+    store = Store.create(tmp_path / "cache", spec_of(tmp_path))
+    running = Status(store, "tiny <b>", 1000, 4, 1, 2)
+    running.advance("cpu", 250)
+    running.finished("cpu", worker.ShardResult(None, None, 1.0, {"x": "bad"}))
+    state = running.state
+    text = "\n".join(lines(state, state["updated"] + 1))
+    for part in ("running", "250 of 1,000 (25.0%)", "1 of 4", "3 rejects", "left"):
+        assert part in text
+    assert "was it killed" in "\n".join(lines(state, state["updated"] + 999))
+    shown = page(state)
+    assert "tiny &lt;b&gt;" in shown
+    assert "http-equiv" in shown
+    running.close("done")
+    assert status(compose("status", StatusConfig, [f"root={tmp_path / 'cache'}"])) == 0
+    assert "state     done" in capsys.readouterr().out
+    assert "http-equiv" not in (tmp_path / "cache" / "status.html").read_text()
+    (tmp_path / "cache" / "status.json").write_text("{")
+    with pytest.raises(CacheError, match="can't be read"):
+        status(compose("status", StatusConfig, [f"root={tmp_path / 'cache'}"]))
+
+
+def spec_of(tmp_path: Path):
+    from shared.spec import CaptureSpec
+
+    return CaptureSpec("w", "Tiny", (1,), 4)
