@@ -236,6 +236,14 @@ class CacheInput:
 
 
 @dataclass
+class DiagnosticsConfig:
+    """What is measured of updates besides loss and gradient norm; changes no update."""
+
+    every: int = opt(10, "updates between measurements of update sizes and moments; 0: none")
+    layers: bool = opt(False, "also by parameter, not only by group")
+
+
+@dataclass
 class TrainConfig:
     """drafttape train"""
 
@@ -248,12 +256,23 @@ class TrainConfig:
     batch: BatchConfig = opt(BatchConfig, "batch")
     loader: LoaderConfig = opt(LoaderConfig, "reading")
     trainer: TrainerConfig = opt(TrainerConfig, "loop")
+    diagnostics: DiagnosticsConfig = opt(DiagnosticsConfig, "measurements of updates")
     tracking: TrackingConfig = opt(TrackingConfig, "reports")
     branch: BranchConfig = opt(BranchConfig, "beginning at another run's checkpoint")
     source: Source = opt(Source.cache, "where hidden states come from; online runs the target")
     seed: int = opt(0, "order, packing and anchors")
     init_seed: int = opt(0, "initial weights")
     device: str = opt("auto", "auto, cpu, cuda, cuda:N")
+
+
+@dataclass
+class InspectConfig:
+    """drafttape inspect"""
+
+    run_dir: str = opt(MISSING, "directory of a run")
+    checkpoint: str = opt("last", "last, best or step-NNNNNN; for spectra")
+    spectra: bool = opt(True, "singular values of weights and updates by role")
+    report: str | None = opt(None, "the HTML page; null: inspect.html in run_dir")
 
 
 @dataclass

@@ -23,8 +23,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from shared.errors import TrainingError
+from shared.errors import ConfigError, TrainingError
 from stage2_train import orthogonalize as ortho
+from stage2_train import ownership
 from stage2_train.param_rules import Parts, blocks
 
 CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}  # most elements orthogonalised in one call
@@ -142,11 +143,18 @@ class Muon(torch.optim.Optimizer):
         self.polynomial, self.steps = polynomial, steps
         self.scale, self.target_rms = scale, target_rms
         self.head_group, self.dtype = head_group, dtype
+        self.rank, self.world = ownership.here()
         self._parts, self._names = parts, names
         self._plans: dict[tuple[int, ...], list[Chunk]] = {}
         self._buffers: dict[tuple, Tensor] = {}
         for group in self.param_groups:
             for parameter in group["params"]:
+                if hasattr(parameter, "full_tensor"):
+                    raise ConfigError(
+                        "Muon can't own a sharded parameter (DTensor)",
+                        where=names[id(parameter)],
+                        do="Use data parallelism (torchrun), where Muon's work is shared by ranks",
+                    )
                 self.state[parameter]["momentum"] = torch.zeros_like(parameter, dtype=torch.float32)
 
     @torch.no_grad()
@@ -170,10 +178,30 @@ class Muon(torch.optim.Optimizer):
             shrunk = [p for p in group["params"] if p.grad is not None]
             if group["weight_decay"] and shrunk:
                 torch._foreach_mul_(shrunk, 1 - group["lr"] * group["weight_decay"])
-        for chunk in self._plan(owners):
-            result_BNM = self._direction(chunk, owners)
-            self._apply(chunk, owners, result_BNM)
+        chunks = self._plan(owners)
+        if self.world == 1:
+            for chunk in chunks:
+                self._apply(chunk, owners, self._direction(chunk, owners))
+        else:
+            self._step_by_owner(chunks, owners)
         return loss
+
+    def _step_by_owner(self, chunks: list[Chunk], owners: list[tuple[Tensor, dict]]) -> None:
+        """Each rank orthogonalises its own chunks; see `ownership`."""
+        costs = [ownership.flops(c.rows, c.cols, c.size, self.steps) for c in chunks]
+        for turn in ownership.rounds(ownership.assign(costs, self.world), self.world):
+            mine = [item for owner, item in turn if owner == self.rank]
+            result_BNM = self._direction(chunks[mine[0]], owners) if mine else None
+            for owner, item in turn:
+                chunk = chunks[item]
+                shape = (chunk.size, chunk.rows, chunk.cols)
+                if owner == self.rank:
+                    received_BNM = result_BNM.contiguous()
+                else:
+                    device = owners[0][0].device
+                    received_BNM = self._buffer("received", shape, self.compute_dtype(), device)
+                ownership.receive(received_BNM, owner)
+                self._apply(chunk, owners, received_BNM)
 
     def compute_dtype(self) -> torch.dtype:
         """Dtype of the multiplications."""

@@ -132,6 +132,11 @@ class DrafterOptimizer:
         groups = {id(p): group for group in self.param_groups for p in group["params"]}
         return {name: groups[id(p)] for name, p in self.named_parameters.items()}
 
+    def state_of(self, name: str) -> dict[str, Tensor]:
+        """The state tensors of one owned parameter."""
+        parameter = self.named_parameters[name]
+        return next((o.state[parameter] for o in self.inner if parameter in o.state), {})
+
     def set_lr(self, factor: float) -> None:
         """lr = base_lr * factor in every group."""
         for group in self.param_groups:
