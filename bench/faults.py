@@ -27,13 +27,13 @@ OWN = ("cache.json", "shards", "snapshots", "jobs", "rejects", "target")
 WORDS = ("red", "green", "blue", "long", "short", "round", "river", "stone", "quick", "slow")
 
 
-def chats(path: Path, count: int = 120) -> Path:
+def chats(path: Path, count: int = 48) -> Path:
     """A JSONL file of made-up conversations."""
     rng = random.Random(0)
     lines = []
     for number in range(count):
         text = " ".join(rng.choices(WORDS, k=rng.randint(3, 40)))
-        answer = " ".join(rng.choices(WORDS, k=rng.randint(5, 120))) + f" {number}"
+        answer = " ".join(rng.choices(WORDS, k=rng.randint(5, 60))) + f" {number}"
         messages = [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
         lines.append(json.dumps({"id": f"c{number}", "messages": messages}))
     path.parent.mkdir(parents=True, exist_ok=True)

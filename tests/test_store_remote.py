@@ -88,12 +88,13 @@ def test_the_block_cache_keeps_its_limit_and_drops_the_oldest(tmp_path):
 def s3(monkeypatch):
     server = pytest.importorskip("moto.server")
     pytest.importorskip("s3fs")
-    running = server.ThreadedMotoServer(port=0, verbose=False)
+    running = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     running.start()
     host, port = running.get_host_and_port()
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv("NO_PROXY", "*")
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
     import s3fs
 
