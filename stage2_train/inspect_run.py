@@ -69,7 +69,7 @@ def load_matrices(
     """
     weights, state, _ = checkpoint.load(checkpoint.find(run_dir, which))
     with torch.device("meta"):
-        width = train.drafter.hidden_size
+        width = len(weights["fc.weight"])  # the target's: embedding and head are shared
         drafter = Drafter(train.drafter, weights["fc.weight"].shape[1] // width, width)
     routing = route(drafter.named_parameters(), drafter.parts())
     updates = {}
