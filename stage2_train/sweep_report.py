@@ -114,7 +114,8 @@ def result_html(rows: list[dict[str, Any]], found: dict[str, Any]) -> str:
     note = (
         "A point is a setting, its value the mean over seeds; a setting with a failed trial never "
         "wins. The robust pick is good itself and has no bad neighbour on the grid. The "
-        "single best point of many is partly luck: confirm the pick with new seeds before you rely on it."
+        "single best point of many is partly luck: confirm the pick with new seeds before you rely "
+        "on it."
     )
     return f"{lines}<p class=note>{note}</p>"
 
