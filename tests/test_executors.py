@@ -9,18 +9,23 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from shared.config import compose
+from shared.config import TargetConfig, compose
 from shared.errors import CacheError, ConfigError, Interrupted, TargetError
 from shared.store import Store
 from stage1_extract import local_workers, worker
 from stage1_extract.build import extract
 from stage1_extract.config import StatusConfig
-from stage1_extract.executors import Deadline, deadline
-from stage1_extract.local_workers import worker_devices
+from stage1_extract.executors import Deadline, Work, deadline
+from stage1_extract.local_workers import run_local, worker_devices
+from stage1_extract.plan import ShardPlan
 from stage1_extract.ranks import Ranks
 from stage1_extract.status import Status, lines, page, status
 from tests import worker_fakes
@@ -77,17 +82,54 @@ def test_a_worker_killed_at_random_moments_changes_nothing(tmp_path):
     assert tree(tmp_path / "cache") == tree(tmp_path / "straight")
 
 
+def local_work(stop: threading.Event, count: int = 5):
+    """Shards of no content, and what was reported about them."""
+    shards = [ShardPlan((f"{i:032x}",), (10 + i,), ((0, 1),)) for i in range(count)]
+    tokens = {shard.ids[0]: np.zeros(shard.num_tokens, np.int32) for shard in shards}
+    done: list[str] = []
+    counted: Counter = Counter()
+    work = Work(
+        shards, tokens, TargetConfig(name="x", model="x"), "lossless", "zarr", stop,
+        lambda worker, count: counted.update({worker: count}),
+        lambda worker, result: done.append(result.shard.ids[0]),
+    )  # fmt: skip
+    return work, done, counted
+
+
+def test_shards_of_dead_workers_are_handed_out_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(local_workers, "worker_main", worker_fakes.fake)
+    for number in range(2):
+        (tmp_path / f"die-{number}").touch()
+    work, done, counted = local_work(threading.Event())
+    run_local(SimpleNamespace(root=str(tmp_path)), ["cpu", "cpu"], work)
+    assert sorted(done) == [shard.ids[0] for shard in work.shards]
+    # Tokens of work that was lost are taken back.
+    assert sum(counted.values()) == sum(shard.num_tokens for shard in work.shards)
+    assert list(tmp_path.iterdir()) == []
+    assert multiprocessing.active_children() == []
+
+
+def test_a_stop_finishes_shards_in_hand_only(tmp_path, monkeypatch):
+    monkeypatch.setattr(local_workers, "worker_main", worker_fakes.fake)
+    stop = threading.Event()
+    work, done, _ = local_work(stop)
+    stopping = replace(work, finished=lambda *a: (work.finished(*a), stop.set()))
+    run_local(SimpleNamespace(root=str(tmp_path)), ["cpu"], stopping)
+    assert done == [work.shards[0].ids[0]]
+
+
 def test_workers_that_keep_dying_end_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(local_workers, "worker_main", worker_fakes.die)
+    work, _, _ = local_work(threading.Event())
     with pytest.raises(TargetError, match=r"3 workers died \(exit code 5\)"):
-        extract(config(tmp_path, "workers=2"))
+        run_local(SimpleNamespace(root=str(tmp_path)), ["cpu", "cpu"], work)
 
 
-@pytest.mark.slow
 def test_what_a_worker_refuses_reaches_the_user(tmp_path, monkeypatch):
     monkeypatch.setattr(local_workers, "worker_main", worker_fakes.refuse)
+    work, _, _ = local_work(threading.Event())
     with pytest.raises(TargetError, match="no such kernel"):
-        extract(config(tmp_path, "workers=2"))
+        run_local(SimpleNamespace(root=str(tmp_path)), ["cpu", "cpu"], work)
 
 
 @pytest.mark.slow
