@@ -149,7 +149,7 @@ def prepared(path: Path, cfg: TargetConfig, digest: str) -> Path:
 
     with _quiet(), _errors(path / cfg.gguf_file):
         tokenizer = AutoTokenizer.from_pretrained(path, gguf_file=cfg.gguf_file)
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             path,
             gguf_file=cfg.gguf_file,
             dtype=torch.float32,
