@@ -12,6 +12,8 @@ context; both only ever take in accepted tokens.
 Letters: T tokens, D width, B block, H heads, K / V key and value head dims, E attention head dim.
 """
 
+import inspect
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -303,6 +305,8 @@ class DrafttapeModel(PreTrainedModel):
         if max(self.target_layer_ids) + 1 >= layers:
             raise ValueError("the target's last layer is tapped: capture it with a hook")
         embed, head = target.get_input_embeddings(), target.get_output_embeddings()
+        accepts = inspect.signature(target.forward).parameters
+        name = "cache" if "cache" in accepts else "past_key_values"  # renamed in transformers 5
         out = target(input_ids, use_cache=True, output_hidden_states=True)
         cache, state = out.past_key_values, self.new_state()
         tokens, fresh = input_ids[0].tolist(), len(input_ids[0])
@@ -315,9 +319,7 @@ class DrafttapeModel(PreTrainedModel):
             ids[0] = tokens[-1]
             hidden = self.draft(state, embed(ids))[1:]
             ids[1:] = head(hidden.to(head.weight.dtype)).argmax(-1)
-            out = target(
-                ids[None], past_key_values=cache, use_cache=True, output_hidden_states=True
-            )
+            out = target(ids[None], **{name: cache}, use_cache=True, output_hidden_states=True)
             choice = out.logits[0].argmax(-1)
             accepted = int((ids[1:] == choice[:-1]).long().cumprod(0).sum())
             new = [*ids[1 : accepted + 1].tolist(), int(choice[accepted])]
