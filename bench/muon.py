@@ -1,7 +1,7 @@
 """Muon's speed against torch.optim.Muon, with the accuracy beside each time.
 
 One thread, CPU seconds, the contestants in turn, medians. A CPU without bfloat16 units emulates
-them some fifty times slower than its float32; there torch's code is given float32 instead of its
+them ten to fifty times slower than its float32; there torch's code is given float32 instead of its
 own cast, so that the figures compare algorithms, and the price of the cast as shipped is a figure
 of its own (`muon.torch_as_shipped_slowdown`).
 
