@@ -73,8 +73,8 @@ def compute_dtype(device: torch.device) -> torch.dtype:
     """bfloat16 where the device multiplies it faster than float32, else float32.
 
     A rule from measurements, so that a run's arithmetic never depends on a stopwatch: GPUs and CPUs
-    with AVX512_BF16 or AMX gain 2x and more; a CPU without them emulates bfloat16 and is 10 to 50 times
-    slower than its float32.
+    with AVX512_BF16 or AMX gain 2x and more; a CPU without them emulates bfloat16, ten to fifty
+    times slower than its float32.
     """
     if device.type != "cpu":
         return torch.bfloat16
