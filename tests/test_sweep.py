@@ -168,7 +168,8 @@ def test_killed_at_random_moments_no_trial_is_lost_or_run_twice(tmp_path):
         state = sweep_job.read_state(folder)
         assert state["state"] == "done"
         assert state["attempts"] == 0, "being killed is no failure of the trial"
-        steps = [json.loads(line)["step"] for line in (folder / "run/digests.jsonl").open()]
+        lines = (folder / "run/digests.jsonl").read_text().splitlines()
+        steps = [json.loads(line)["step"] for line in lines]
         assert steps == list(range(1, 41))
 
 
