@@ -37,7 +37,12 @@ def main() -> int:
     started = time.time()
     (ROOT / OUT).mkdir(parents=True, exist_ok=True)
     conversations = OUT / "conversations.jsonl"
-    run("generate", "data.paths=[examples/prompts.jsonl]", f"output={conversations}")
+    run(
+        "generate",
+        "data.paths=[examples/prompts.jsonl]",
+        f"output={conversations}",
+        "max_new_tokens=96",
+    )
     run(
         "extract",
         f"data.paths=[{conversations}]",
@@ -53,7 +58,7 @@ def main() -> int:
             f"run_dir={OUT}/runs/{arm}",
         )
     for arm in ARMS:
-        run("eval", f"{OUT}/runs/{arm}")
+        run("eval", f"{OUT}/runs/{arm}", "max_new_tokens=32")
     run(
         "compare",
         *(f"{OUT}/runs/{arm}" for arm in ARMS),

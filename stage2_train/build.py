@@ -229,6 +229,7 @@ def assemble(
         compute = torch.bfloat16 if cfg.trainer.dtype is Dtype.bfloat16 else torch.float32
         drafter.compute_dtype = compute
         embed, head = frozen(store, device, compute)
+        drafter.match_head(head)
         named = list(drafter.named_parameters())
         optimizer = build_optimizer(cfg.optimizer, named, drafter.parts())
         newest = checkpoint.steps(run_dir)
