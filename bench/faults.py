@@ -27,7 +27,7 @@ OWN = ("cache.json", "shards", "snapshots", "jobs", "rejects", "target")
 WORDS = ("red", "green", "blue", "long", "short", "round", "river", "stone", "quick", "slow")
 
 
-def chats(path: Path, count: int = 48) -> Path:
+def chats(path: Path, count: int = 24) -> Path:
     """A JSONL file of made-up conversations."""
     rng = random.Random(0)
     lines = []
