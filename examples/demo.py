@@ -41,7 +41,8 @@ def main() -> int:
         "generate",
         "data.paths=[examples/prompts.jsonl]",
         f"output={conversations}",
-        "max_new_tokens=96",
+        "max_new_tokens=80",
+        "batch_size=96",
     )
     run(
         "extract",
@@ -58,7 +59,7 @@ def main() -> int:
             f"run_dir={OUT}/runs/{arm}",
         )
     for arm in ARMS:
-        run("eval", f"{OUT}/runs/{arm}", "max_new_tokens=32")
+        run("eval", f"{OUT}/runs/{arm}", "max_new_tokens=24")
     run(
         "compare",
         *(f"{OUT}/runs/{arm}" for arm in ARMS),
