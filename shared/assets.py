@@ -23,8 +23,8 @@ class TargetAssets:
 
     Args:
         info: model, revision, vocab_size, hidden_size, tied, mask_token_id, eos_token_ids,
-            tokenizer digest, special token ids, num_layers, rms_norm_eps, layer_ids, and the
-            target's configuration to load it again.
+            pad_token_id and bos_token_id (or None), tokenizer digest, special token ids,
+            num_layers, rms_norm_eps, layer_ids, and the target's configuration to load it again.
         weights: (bytes, sha256) of the weights file.
     """
 

@@ -6,9 +6,11 @@ A word's schema and function are named as text and imported only when needed, so
 
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 from shared.config import compose, describe, group_options, groups_of, load_object
 from shared.errors import DrafttapeError
+from shared.fs import disk_fault
 from shared.log import say
 
 
@@ -141,12 +143,17 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stderr.close()
         return 1
+    except OSError as error:
+        if (fault := disk_fault(error)) is None:
+            raise
+        sys.stderr.write(f"drafttape {name}: {fault}\n")
+        return fault.exit_code
 
 
 def _positional(word: Word, arguments: list[str]) -> list[str]:
     """Turns words without `=` into overrides, in the order the word names them."""
-    overrides = [text for text in arguments if "=" in text or text.startswith("~")]
-    plain = [text for text in arguments if text not in overrides]
+    plain = [text for text in arguments if _is_plain(text)]
+    overrides = [text for text in arguments if not _is_plain(text)]
     for key in word.positional:
         if key.endswith("..."):
             if plain:
@@ -157,6 +164,14 @@ def _positional(word: Word, arguments: list[str]) -> list[str]:
     if plain:
         raise DrafttapeError(f"{plain[0]!r} is not key=value", do="Overrides look like key=value")
     return overrides
+
+
+def _is_plain(text: str) -> bool:
+    """Whether a word is a value, not an override; also runs/lr=1e-3, if such a path is there."""
+    key, equals, _ = text.partition("=")
+    if equals:
+        return "/" in key and Path(text).exists()
+    return not text.startswith("~")
 
 
 def _quote(text: str) -> str:

@@ -7,12 +7,14 @@ their trials through Hydra's launchers (see `stage2_train/sweep.py`).
 """
 
 import importlib
+import math
+import operator
 import re
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_origin, get_type_hints
 
 from omegaconf import MISSING
 
@@ -21,13 +23,19 @@ from shared.errors import ConfigError
 CONF = Path(__file__).resolve().parent.parent / "conf"
 
 
-def opt(default: Any, meaning: str) -> Any:
-    """A dataclass field with its meaning for `--help`; lists, dicts and dataclasses are copied."""
+def opt(default: Any, meaning: str, **bounds: float) -> Any:
+    """A dataclass field with its meaning for `--help`; lists, dicts and dataclasses are copied.
+
+    Args:
+        bounds: `low`, `high` (inclusive), `above`, `below` (exclusive) of a number, or of each
+            number in a list; `size` of a list. `compose` refuses what is outside.
+    """
+    metadata = {"help": meaning, "bounds": bounds}
     if isinstance(default, type) and is_dataclass(default):
-        return field(default_factory=default, metadata={"help": meaning})
+        return field(default_factory=default, metadata=metadata)
     if isinstance(default, list | dict):
-        return field(default_factory=lambda: type(default)(default), metadata={"help": meaning})
-    return field(default=default, metadata={"help": meaning})
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 def load_object(path: str) -> Any:
@@ -54,18 +62,101 @@ def compose(word: str, schema: type, overrides: list[str]) -> Any:
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
-            composed = hydra_compose(word, overrides=overrides)
+            composed = hydra_compose(word, overrides=[_opened(o, schema) for o in overrides])
+        if unknown := _unknown(schema, OmegaConf.to_container(composed)):
+            raise ConfigError(
+                f"there is no key {', '.join(unknown)}",
+                where=f"configuration of {word}",
+                do=f"See drafttape {word} --help",
+            )
         missing = sorted(OmegaConf.missing_keys(composed))
+        config = None if missing else OmegaConf.to_object(composed)
+        missing = missing or _blank(config)
         if missing:
             raise ConfigError(
                 f"{word} needs a value for {', '.join(missing)}",
                 do=f"Give it as {missing[0]}=… (see drafttape {word} --help)",
             )
-        return OmegaConf.to_object(composed)
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        check_bounds(config, word)
+        return config
+    except (HydraException, OmegaConfBaseException, ValueError, AssertionError) as error:
         raise ConfigError(
             _first_lines(error), where=f"configuration of {word}", do=f"See drafttape {word} --help"
         ) from None
+
+
+def _opened(override: str, schema: type) -> str:
+    """Lets new keys into a dict such as data.template; Hydra wants a `++` before them."""
+    key, equals, _ = override.partition("=")
+    hints, parts = get_type_hints(schema), key.split(".")
+    while equals and parts and is_dataclass(kind := hints.get(parts.pop(0))):
+        hints = get_type_hints(kind)
+    return f"++{override}" if equals and get_origin(kind) is dict else override
+
+
+def _unknown(schema: type, composed: dict[Any, Any], prefix: str = "") -> list[str]:
+    """Keys that came in by `+key=value` and that nothing would read."""
+    hints, found = get_type_hints(schema), []
+    for key, value in composed.items():
+        kind = hints.get(key)
+        if kind is None:
+            found.append(f"{prefix}{key}")
+        elif is_dataclass(kind) and isinstance(value, dict):
+            found += _unknown(kind, value, f"{prefix}{key}.")
+    return found
+
+
+def _blank(config: Any, prefix: str = "") -> list[str]:
+    """Required texts that are there but empty, as from `run_dir=$UNSET`."""
+    found = []
+    for item in fields(config):
+        value = getattr(config, item.name)
+        if is_dataclass(value):
+            found += _blank(value, f"{prefix}{item.name}.")
+        elif item.default == MISSING and isinstance(value, str) and not value.strip():
+            found.append(prefix + item.name)
+    return found
+
+
+def check_bounds(config: Any, word: str, prefix: str = "") -> None:
+    """Holds every number against its key's `bounds`; NaN fits nowhere.
+
+    Raises:
+        ConfigError: names the key, its value and what it must be.
+    """
+    for item in fields(config):
+        value, bounds = getattr(config, item.name), item.metadata.get("bounds", {})
+        if is_dataclass(value):
+            check_bounds(value, word, f"{prefix}{item.name}.")
+            continue
+        numbers = value if isinstance(value, list) else [value]
+        wrong = next((_rule(n, bounds) for n in numbers if _rule(n, bounds)), None)
+        if isinstance(value, list) and len(value) != bounds.get("size", len(value)):
+            wrong = f"must have {bounds['size']} values"
+        if wrong:
+            raise ConfigError(
+                f"{prefix}{item.name}={to_plain(value)} {wrong}",
+                where=f"configuration of {word}",
+                do=f"See drafttape {word} --help",
+            )
+
+
+def _rule(number: Any, bounds: dict[str, float]) -> str | None:
+    """What a number must be and isn't; None if it is, or is no number."""
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        return None
+    if math.isnan(number) or (bounds and math.isinf(number)):
+        return "must be a finite number"
+    rules = {
+        "low": ("at least", operator.ge),
+        "high": ("at most", operator.le),
+        "above": ("above", operator.gt),
+        "below": ("below", operator.lt),
+    }
+    for key, (name, fits) in rules.items():
+        if key in bounds and not fits(number, bounds[key]):
+            return f"must be {name} {bounds[key]:g}"
+    return None
 
 
 def _first_lines(error: BaseException) -> str:
@@ -77,7 +168,15 @@ def _first_lines(error: BaseException) -> str:
         cause = cause.__cause__
     text = " ".join(line.strip() for line in "\n".join(dict.fromkeys(chain)).splitlines())
     text = re.sub(r"(full_key|reference_type|object_type|location)[:=] ?\S*", "", text)
-    text = re.sub(r"To append to your config use \S+", "", text)
+    text = re.sub(r"To append to your (config|default list) use \S+", "", text)
+    text = re.sub(r"Config search path:.*", "", text)
+    text = re.sub(r"Invalid value assigned: \w+ is not a ListConfig.*", "it is a list: [a,b]", text)
+    if re.search(r"Lexer|extraneous input|mismatched input|no viable alternative", text):
+        named = re.search(r"override '(.+?)' |Exception: (\S+)", text)
+        what = (named[1] or named[2]) if named else "an override"
+        return f"{what} can't be read; quote special characters, as in \"key='a (b)'\""
+    if text.startswith("Unexpected type for root"):
+        return "a key of a group is set, but the group is null; choose one first, as in target=…"
     return re.sub(r"\s+", " ", text).strip().rstrip(".")
 
 
@@ -200,7 +299,7 @@ class TargetConfig:
     dtype: Dtype = opt(Dtype.bfloat16, "dtype of weights and forward pass")
     attention: str = opt("sdpa", "attention implementation of transformers (sdpa, eager, …)")
     tap_rule: TapRule = opt(TapRule.dflash, "how the tapped layers are chosen")
-    num_taps: int = opt(5, "number of tapped layers under tap_rule=dflash")
+    num_taps: int = opt(5, "number of tapped layers under tap_rule=dflash", low=1)
     layer_ids: list[int] | None = opt(None, "tapped layers (0-based outputs), tap_rule=explicit")
     mask_token: str | None = opt(None, "token that stands for MASK; must not occur in the data")
     num_layers: int | None = opt(None, "for plan without weights: decoder layers")

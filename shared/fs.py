@@ -34,6 +34,9 @@ _SENTENCES = {
     errno.ESTALE: ("the network mount is gone", "Mount it again; the same command goes on"),
     errno.ENOTCONN: ("the network mount is gone", "Mount it again; the same command goes on"),
     errno.ENODEV: ("the device is gone", "Mount it again; the same command goes on"),
+    errno.EEXIST: ("a file is there already", "Choose another directory"),
+    errno.EISDIR: ("it is a directory", "Give the name of a file"),
+    errno.ENAMETOOLONG: ("the name is too long", "Choose a shorter one"),
     errno.ENOTDIR: ("a part of the path is a file, not a directory", "Choose another directory"),
     errno.ENOENT: ("the directory is not there", "Was it moved, or its mount lost?"),
     errno.EMFILE: ("too many open files", "Raise the limit (ulimit -n)"),
@@ -49,6 +52,14 @@ def disk_errors(where: object) -> Iterator[None]:
         code = error.errno if error.errno is not None else -1
         what, do = _SENTENCES.get(code, (error.strerror or str(error), None))
         raise CacheError(what, where=where, do=do) from error
+
+
+def disk_fault(error: OSError) -> CacheError | None:
+    """The sentence for a disk's fault that was met outside `disk_errors`; None for other errors."""
+    if error.errno not in _SENTENCES or error.errno == errno.ENOENT:
+        return None
+    what, do = _SENTENCES[error.errno]
+    return CacheError(what, where=error.filename, do=do)
 
 
 def seal_json(document: dict[str, Any]) -> bytes:

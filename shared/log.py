@@ -6,6 +6,9 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
+from shared.errors import CorruptionError
+from shared.fs import disk_errors
+
 
 def say(text: str = "") -> None:
     """Prints a result line to stdout: a word's summary, never progress."""
@@ -44,32 +47,49 @@ class JsonLines:
     Args:
         path: the file; its folder must exist.
         keep: on resume, the predicate that says which existing lines stay.
+
+    Raises:
+        CacheError: the disk is full, read-only or gone (also from `write`).
+        CorruptionError: an existing line is not JSON.
     """
 
     def __init__(self, path: Path, keep=None) -> None:
         self.path = path
-        if keep is not None and path.exists():
-            lines = [line for line in read_json_lines(path) if keep(line)]
-            temporary = path.with_suffix(path.suffix + ".tmp")
-            temporary.write_text("".join(json.dumps(line) + "\n" for line in lines))
-            temporary.replace(path)
-        self._file: TextIO = path.open("a", encoding="utf-8")
+        with disk_errors(path):
+            if keep is not None and path.exists():
+                lines = [line for line in read_json_lines(path) if keep(line)]
+                temporary = path.with_suffix(path.suffix + ".tmp")
+                temporary.write_text("".join(json.dumps(line) + "\n" for line in lines))
+                temporary.replace(path)
+            self._file: TextIO = path.open("a", encoding="utf-8")
 
     def write(self, **values: Any) -> None:
         values.setdefault("time", round(time.time(), 3))
-        self._file.write(json.dumps(values, allow_nan=True) + "\n")
-        self._file.flush()
+        with disk_errors(self.path):
+            self._file.write(json.dumps(values, allow_nan=True) + "\n")
+            self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        with disk_errors(self.path):
+            self._file.close()
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Reads whole lines; a last line that a kill cut short is left out."""
+    """Reads whole lines; a last line that a kill cut short is left out.
+
+    Raises:
+        CorruptionError: a line is not a JSON object; names it.
+    """
     lines = []
-    with path.open(encoding="utf-8") as file:
-        for text in file:
-            if not text.endswith("\n"):
+    with path.open("rb") as file:
+        for number, text in enumerate(file, start=1):
+            if not text.endswith(b"\n"):
                 break
-            lines.append(json.loads(text))
+            try:
+                line = json.loads(text)
+            except ValueError as error:
+                raise CorruptionError(f"not JSON ({error})", where=f"{path}:{number}") from None
+            if not isinstance(line, dict):
+                raise CorruptionError("not a JSON object", where=f"{path}:{number}")
+            lines.append(line)
     return lines

@@ -1,6 +1,7 @@
 """RunRecord: what a run was a function of, what computed it, and the digest of all its inputs."""
 
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -57,6 +58,22 @@ class RunRecord:
     def write(self, run_dir: Path) -> None:
         """Replaces `run.json` atomically."""
         write_atomic(run_dir / "run.json", json.dumps(asdict(self), indent=1).encode() + b"\n")
+
+    def cache_root(self, run_dir: Path) -> str:
+        """Where the run's cache is, from any working directory.
+
+        A relative path counts from where the run was started, and there the relative `run_dir` of
+        its configuration shows.
+        """
+        root = str(self.config["cache"]["root"])
+        began = Path(os.path.normpath(str(self.config.get("run_dir"))))
+        if "://" in root or Path(root).is_absolute() or began.is_absolute():
+            return root
+        here, count = run_dir.resolve(), len(began.parts)
+        if here.parts[-count:] != began.parts:
+            return root
+        start = here.parents[count - 1]
+        return root if start == Path.cwd() else str(start / root)
 
 
 def read_record(run_dir: Path) -> RunRecord:

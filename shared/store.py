@@ -261,7 +261,7 @@ class Store:
             DataError: no rows, or a row whose sample isn't committed.
         """
         if name is not None:
-            _check_snapshot_name(name)
+            check_snapshot_name(name)
         index = self.committed()
         missing = [row for row in rows if row.id not in index]
         if missing:
@@ -292,7 +292,7 @@ class Store:
 
     def tag(self, name: str, snapshot: str) -> None:
         """Gives a snapshot a name; a name that exists moves."""
-        _check_snapshot_name(name)
+        check_snapshot_name(name)
         self.files.write(f"snapshots/names/{name}", seal_json({"snapshot": snapshot}))
 
     def names(self) -> dict[str, str]:
@@ -412,7 +412,12 @@ def _checked(pattern: re.Pattern[str], name: str) -> str:
     return name
 
 
-def _check_snapshot_name(name: str) -> None:
+def check_snapshot_name(name: str) -> None:
+    """Call before a long run whose snapshot will have this name.
+
+    Raises:
+        CacheError: a snapshot can't have this name.
+    """
     _checked(_NAME, name)
     if name == "latest" or re.fullmatch(r"[0-9a-f]{4,32}", name):
         raise CacheError(f"{name!r} can't name a snapshot: it reads like an id or is reserved")

@@ -12,7 +12,7 @@ from typing import Any
 from shared.config import to_plain
 from shared.errors import CacheError, ConfigError, DataError, DrafttapeError, Interrupted
 from shared.log import note, say
-from shared.store import Store
+from shared.store import Store, check_snapshot_name
 from shared.target import (
     Target,
     TargetInfo,
@@ -46,9 +46,11 @@ def extract(cfg: ExtractConfig) -> int:
     """
     started = time.perf_counter()
     check_data(cfg.data)
+    if cfg.snapshot is not None:
+        check_snapshot_name(cfg.snapshot)
     data_files(cfg.data.paths)
     if cfg.batch_tokens < 1 or cfg.cache.shard_bytes < 1 or cfg.workers < 0:
-        raise ConfigError("batch_tokens and cache.shard_bytes must be positive")
+        raise ConfigError("batch_tokens and cache.shard_bytes must be positive, workers 0 or more")
     stop_at = deadline(cfg.until)
     ranks = Ranks.from_environment() if cfg.executor is not Executor.local else None
     if cfg.executor is Executor.torchrun and ranks is None:
@@ -256,6 +258,8 @@ def write_assets(store: Store, target: Target) -> None:
         "tied": target.tied,
         "mask_token_id": mask_token_id(cfg, tokenizer),
         "eos_token_ids": end_token_ids(target),
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
         "tokenizer": tokenizer_digest(tokenizer),
         "special_token_ids": sorted(int(i) for i in tokenizer.added_tokens_encoder.values()),
         "num_layers": target.info.num_layers,

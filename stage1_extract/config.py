@@ -48,11 +48,13 @@ class DataConfig:
     """Chat data and how it becomes tokens and a loss mask."""
 
     paths: list[str] = opt([], "files or globs: JSONL, JSON or Parquet, optionally .gz or .zst")
-    max_tokens: int = opt(4096, "a longer sample is cut here; its mask is cut with it")
-    min_supervised: int = opt(2, "a sample with fewer supervised tokens is rejected")
-    heldout: float = opt(0.1, "share of samples held out from training, chosen by sample id")
+    max_tokens: int = opt(4096, "a longer sample is cut here; its mask is cut with it", low=2)
+    min_supervised: int = opt(2, "a sample with fewer supervised tokens is rejected", low=1)
+    heldout: float = opt(
+        0.1, "share of samples held out from training, chosen by sample id", low=0, below=1
+    )
     heldout_seed: int = opt(0, "another seed holds out another share")
-    limit: int | None = opt(None, "use only the first so many rows")
+    limit: int | None = opt(None, "use only the first so many rows", low=1)
     train_on: TrainOn = opt(TrainOn.all, "supervise all assistant turns, or only the last")
     thinking: Thinking = opt(
         Thinking.keep, "think parts: keep as the template shows them, drop, or mask (unsupervised)"
@@ -67,7 +69,7 @@ class CacheConfig:
     root: str = opt(MISSING, "the cache: a directory")
     container: Container = opt(Container.zarr, "file layout of new shards")
     codec: Codec = opt(Codec.lossless, "encoding of new shards")
-    shard_bytes: int = opt(2 << 30, "bytes of bf16 hidden states in a shard")
+    shard_bytes: int = opt(2 << 30, "bytes of bf16 hidden states in a shard", low=1)
 
 
 class Executor(Enum):
@@ -86,13 +88,17 @@ class ExtractConfig:
     data: DataConfig = opt(DataConfig, "chat data")
     cache: CacheConfig = opt(CacheConfig, "the cache")
     snapshot: str | None = opt(None, "name of the new snapshot")
-    batch_tokens: int = opt(8192, "token budget of a forward pass, pads included")
+    batch_tokens: int = opt(8192, "token budget of a forward pass, pads included", low=1)
     device: str = opt("auto", "auto, cpu, cuda, cuda:N")
-    workers: int = opt(1, "processes on this machine, one a GPU (0: as many as there are GPUs)")
+    workers: int = opt(
+        1, "processes on this machine, one a GPU (0: as many as there are GPUs)", low=0
+    )
     executor: Executor = opt(Executor.auto, "who runs the shards")
     until: str | None = opt(None, "stop in time for this hour, HH:MM; the same command goes on")
     last_hidden: bool = opt(False, "also store the post-norm last hidden state (KL and L1 losses)")
-    reject_threshold: float = opt(0.05, "exit with code 3 if a larger share of rows is rejected")
+    reject_threshold: float = opt(
+        0.05, "exit with code 3 if a larger share of rows is rejected", low=0
+    )
     self_test: bool = opt(True, "compare a batched sample with itself alone before the run")
 
 
@@ -102,9 +108,9 @@ class ServerConfig:
 
     endpoints: list[str] = opt([], "base URLs, such as http://localhost:8000/v1; empty: local")
     model: str | None = opt(None, "served model (default: the first one the server lists)")
-    concurrency: int = opt(32, "chats in flight")
-    retries: int = opt(5, "tries again after errors that may pass")
-    timeout_s: float = opt(600.0, "seconds to wait for one answer")
+    concurrency: int = opt(32, "chats in flight", low=1)
+    retries: int = opt(5, "tries again after errors that may pass", low=0)
+    timeout_s: float = opt(600.0, "seconds to wait for one answer", above=0)
     key_variable: str = opt("OPENAI_API_KEY", "environment variable that holds the API key")
 
 
@@ -115,8 +121,8 @@ class GenerateConfig:
     target: TargetConfig = opt(TargetConfig, "the target model")
     data: DataConfig = opt(DataConfig, "prompts")
     output: str = opt(MISSING, "JSONL file of the conversations; existing ones are kept")
-    max_new_tokens: int = opt(128, "longest answer in tokens")
-    batch_size: int = opt(32, "prompts answered together")
+    max_new_tokens: int = opt(128, "longest answer in tokens", low=1)
+    batch_size: int = opt(32, "prompts answered together", low=1)
     device: str = opt("auto", "auto, cpu, cuda, cuda:N")
     server: ServerConfig = opt(ServerConfig, "answers over HTTP")
 
@@ -140,11 +146,13 @@ class PlanConfig:
 
     target: TargetConfig = opt(TargetConfig, "the target model")
     data: DataConfig = opt(DataConfig, "chat data")
-    tokens: float | None = opt(None, "plan for so many tokens instead of reading data.paths")
-    tokens_per_s: float | None = opt(None, "target speed in tokens/s, for the hours")
+    tokens: float | None = opt(
+        None, "plan for so many tokens instead of reading data.paths", above=0
+    )
+    tokens_per_s: float | None = opt(None, "target speed in tokens/s, for the hours", above=0)
     last_hidden: bool = opt(False, "also store the post-norm last hidden state")
-    shard_bytes: int = opt(2 << 30, "bytes of bf16 hidden states in a shard")
-    batch_tokens: int = opt(8192, "token budget of a forward pass, pads included")
+    shard_bytes: int = opt(2 << 30, "bytes of bf16 hidden states in a shard", low=1)
+    batch_tokens: int = opt(8192, "token budget of a forward pass, pads included", low=1)
     disk: str | None = opt(None, "directory whose free space is shown")
     probe: bool = opt(False, "load the target and measure its tokens/s for half a minute")
     device: str = opt("auto", "for probe: auto, cpu, cuda, cuda:N")
@@ -157,7 +165,7 @@ class MaskAuditConfig:
 
     target: TargetConfig = opt(TargetConfig, "the target model (only its tokenizer is loaded)")
     data: DataConfig = opt(DataConfig, "chat data")
-    samples: int = opt(3, "samples shown, spread over the data")
+    samples: int = opt(3, "samples shown, spread over the data", low=0)
     html: str | None = opt(None, "also write a page with these samples")
 
 
@@ -176,12 +184,20 @@ class CacheWordConfig:
         "ls", "ls | verify | diff | tag | rm | gc | repair | convert | import | export"
     )
     root: str = opt(MISSING, "the cache")
-    args: list[str] = opt([], "what the action needs (see drafttape cache help)")
+    args: list[str] = opt(
+        [],
+        "after ROOT: diff OLD NEW, tag SNAPSHOT NAME, rm SNAPSHOT, convert CONTAINER, "
+        "import|export KIND PATH",
+    )
     full: bool = opt(True, "verify: read every byte (false: sizes and sidecars only)")
-    recompute: int = opt(0, "verify: run so many samples through the target again and compare")
+    recompute: int = opt(
+        0, "verify: run so many samples through the target again and compare", low=0
+    )
     dry_run: bool = opt(True, "gc, repair: only say what would be done")
-    keep_days: float = opt(7.0, "gc: keep unreferenced shards younger than this")
-    threshold: float = opt(0.5, "gc: rewrite shards whose used share of tokens is below this")
+    keep_days: float = opt(7.0, "gc: keep unreferenced shards younger than this", low=0)
+    threshold: float = opt(
+        0.5, "gc: rewrite shards whose used share of tokens is below this", low=0, high=1
+    )
     codec: Codec = opt(Codec.lossless, "import: encoding of the new shards")
     container: Container = opt(Container.zarr, "import: file layout of the new shards")
     layer_ids: list[int] | None = opt(None, "import: the tapped layers, where files don't say")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shared.errors import ConfigError, DataError, Interrupted
+from shared.errors import ConfigError, CorruptionError, DataError, Interrupted, MismatchError
 from shared.fs import disk_errors, write_atomic
 from shared.log import JsonLines, note, progress, read_json_lines, say
 from shared.target import Target, choose_device, load_target
@@ -80,7 +80,7 @@ def generate(cfg: GenerateConfig) -> int:
     chats, rejects = read_prompts(cfg)
     server = Server(cfg.server, cfg.max_new_tokens)
     output = Path(cfg.output)
-    done = _existing(output)
+    done = _existing(output, cfg.server.model or cfg.target.name)
     todo = [chat for chat in chats if chat.key not in done]
     started = time.perf_counter()
     tokens, failures = 0, 0
@@ -149,20 +149,33 @@ def _chat(row: Row) -> Chat:
     return Chat(row.source, row.name, system[0] if system else None, turns)
 
 
-def _existing(output: Path) -> set[str]:
-    """Keys of finished chats in the output file."""
+def _existing(output: Path, target: str) -> set[str]:
+    """Keys of finished chats in the output file.
+
+    Raises:
+        DataError: it holds something else. MismatchError: another target answered them.
+    """
     if not output.exists():
         return set()
     if output.is_dir():
         raise DataError("it is a directory", where=output, do="Give output=FILE.jsonl")
     try:
-        return {line["key"] for line in read_json_lines(output)}
-    except (ValueError, KeyError, TypeError):
+        lines = read_json_lines(output)
+        done = {line["key"] for line in lines}
+    except (CorruptionError, KeyError, TypeError):
         raise DataError(
             "the file exists and holds something else than generated chats",
             where=output,
             do="Give another output=FILE.jsonl",
         ) from None
+    others = sorted({str(line.get("target")) for line in lines} - {target})
+    if others:
+        raise MismatchError(
+            f"the file has chats of {', '.join(others)}, these would be of {target}",
+            where=output,
+            do="Give another output=FILE.jsonl",
+        )
+    return done
 
 
 def _answer_all(target: Target, todo: list[Chat], cfg: GenerateConfig, lines: JsonLines) -> int:

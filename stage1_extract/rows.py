@@ -10,6 +10,9 @@ import glob
 import gzip
 import io
 import json
+import os
+import re
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +35,9 @@ ROLES = {
     "function": "tool",
     "observation": "tool",
 }
+
+
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")  # escaped, or as bytes
 
 
 class BadRow(Exception):
@@ -74,7 +80,7 @@ def data_files(paths: Sequence[str]) -> list[str]:
         )
     files: dict[str, None] = {}
     for path in paths:
-        expanded = str(Path(path).expanduser())
+        expanded = os.path.expanduser(path)  # noqa: PTH111  (Path's fails for an unknown user)
         found = [expanded] if Path(expanded).is_file() else _matches(expanded)
         found = [name for name in found if Path(name).is_file()]
         if not found:
@@ -82,10 +88,6 @@ def data_files(paths: Sequence[str]) -> list[str]:
             raise DataError(what, where=path, do="Name files or a glob in data.paths")
         files.update(dict.fromkeys(found))
     return list(files)
-
-
-def _glob(pattern: str) -> list[str]:
-    return sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207
 
 
 def _matches(pattern: str) -> list[str]:
@@ -129,19 +131,32 @@ def _items(path: str) -> Iterator[tuple[int, Any]]:
                     head = file.read(1)
                 file.seek(0)
                 if head == b"[":
-                    yield from enumerate(json.load(file), start=1)
+                    for number, item in enumerate(json.load(file), start=1):
+                        yield number, _unicode(item)
                     return
             for number, line in enumerate(file, start=1):
                 if not line.strip():
                     continue
                 try:
-                    yield number, json.loads(line)
+                    item = json.loads(line)
+                    yield number, _unicode(item) if _SURROGATE.search(line) else item
+                except RecursionError:
+                    yield number, BadRow("not JSON (nested too deeply)")
                 except UnicodeDecodeError:
                     yield number, BadRow("the line is not UTF-8")
                 except ValueError as error:
                     yield number, BadRow(f"not JSON ({error})")
-    except (OSError, EOFError, ValueError) as error:
+    except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
         raise DataError(f"the file can't be read ({error})", where=path) from None
+
+
+def _unicode(item: Any) -> Any:
+    """The item; a BadRow if a text in it is no Unicode, which no tokenizer takes."""
+    try:
+        json.dumps(item, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return BadRow("a text holds half of a surrogate pair")
+    return item
 
 
 def _open(path: str) -> Any:
@@ -231,6 +246,8 @@ def _tokens(item: dict[str, Any], source: str, name: str | None) -> Row:
             isinstance(value, int) and value >= 0 for value in values
         ):
             raise BadRow(f"{key} is not a list of numbers")
+    if any(value >= 1 << 31 for value in ids):
+        raise BadRow("input_ids has an id over 31 bits")
     if len(ids) != len(mask) or not set(mask) <= {0, 1}:
         raise BadRow("loss_mask doesn't have one 0 or 1 for each of input_ids")
     return Row(source, name, input_ids=ids, loss_mask=mask)
@@ -243,13 +260,17 @@ def _messages(value: Any, key: str) -> list[dict[str, Any]]:
     for number, message in enumerate(value, start=1):
         if not isinstance(message, dict):
             raise BadRow(f"{key} {number} is not an object")
-        role = message.get("role", message.get("from"))
-        if role not in ROLES:
+        role = _first(message, "role", "from")
+        if not isinstance(role, str) or role not in ROLES:
             raise BadRow(f"{key} {number} has the unknown role {role!r}")
-        content = message.get("content", message.get("value"))
+        content = _first(message, "content", "value")
         if isinstance(content, list):
             content = _parts(content, f"{key} {number}")
         calls = message.get("tool_calls")
+        if calls and not _are_calls(calls):
+            raise BadRow(f"{key} {number} has tool_calls that are not a list of objects")
+        if not isinstance(message.get("reasoning_content") or "", str):
+            raise BadRow(f"{key} {number} has a reasoning_content that is not text")
         if content is None and calls:
             content = ""
         if not isinstance(content, str):
@@ -260,6 +281,17 @@ def _messages(value: Any, key: str) -> list[dict[str, Any]]:
                 clean[extra] = message[extra]
         messages.append(clean)
     return messages
+
+
+def _first(message: dict[str, Any], *keys: str) -> Any:
+    """The first value that isn't null: Parquet gives every row the keys of all."""
+    return next((message[key] for key in keys if message.get(key) is not None), None)
+
+
+def _are_calls(calls: Any) -> bool:
+    return isinstance(calls, list) and all(
+        isinstance(call, dict) and isinstance(call.get("function", {}), dict) for call in calls
+    )
 
 
 def _parts(parts: list[Any], where: str) -> str:

@@ -87,6 +87,12 @@ def analyse(cfg: CompareConfig) -> tuple[dict[str, Any], list[Arm]]:
     summary["left_out"] = [
         str(run.path) for arm in arms for seed, run in arm.runs.items() if seed not in seeds
     ]
+    summary["unfinished"] = [
+        f"{run.path} has made {run.unfinished[0]} of {run.unfinished[1]} planned updates"
+        for arm in arms
+        for seed, run in arm.runs.items()
+        if seed in seeds and run.unfinished
+    ]
     summary["verdict"] = verdict.decide(summary)
     return summary, arms
 

@@ -68,23 +68,23 @@ class DrafterConfig:
         "one of linear_attention, full_attention, sliding_attention per layer",
     )
     hidden_size: int | None = opt(None, "width; must equal the target's (shared embedding)")
-    intermediate_size: int = opt(1024, "width of the SwiGLU MLP")
-    num_attention_heads: int = opt(8, "query heads of attention layers")
-    num_key_value_heads: int = opt(4, "key/value heads of attention layers")
-    head_dim: int = opt(64, "head size of attention layers")
-    linear_num_key_heads: int = opt(8, "key heads of GDN layers")
-    linear_num_value_heads: int = opt(8, "value heads of GDN layers")
-    linear_key_head_dim: int = opt(64, "key head size of GDN layers")
-    linear_value_head_dim: int = opt(64, "value head size of GDN layers")
+    intermediate_size: int = opt(1024, "width of the SwiGLU MLP", low=1)
+    num_attention_heads: int = opt(8, "query heads of attention layers", low=1)
+    num_key_value_heads: int = opt(4, "key/value heads of attention layers", low=1)
+    head_dim: int = opt(64, "head size of attention layers", low=2)
+    linear_num_key_heads: int = opt(8, "key heads of GDN layers", low=1)
+    linear_num_value_heads: int = opt(8, "value heads of GDN layers", low=1)
+    linear_key_head_dim: int = opt(64, "key head size of GDN layers", low=1)
+    linear_value_head_dim: int = opt(64, "value head size of GDN layers", low=1)
     conv_kernel_size: int = opt(4, "taps of the short convolutions")
-    block_size: int = opt(16, "tokens of a block: the anchor and block_size-1 masked slots")
-    sliding_window: int = opt(1024, "window of sliding_attention layers, tokens")
-    rope_theta: float = opt(10000.0, "base of the rotary embedding of attention layers")
-    rms_norm_eps: float = opt(1e-6, "epsilon of RMSNorm")
+    block_size: int = opt(16, "tokens of a block: the anchor and block_size-1 masked slots", low=2)
+    sliding_window: int = opt(1024, "window of sliding_attention layers, tokens", low=1)
+    rope_theta: float = opt(10000.0, "base of the rotary embedding of attention layers", above=0)
+    rms_norm_eps: float = opt(1e-6, "epsilon of RMSNorm", low=0)
     bidirectional_block: bool = opt(False, "GDN layers also read the block from its end")
-    chunk_size: int = opt(32, "chunk of the GDN context scan on CPU")
+    chunk_size: int = opt(32, "chunk of the GDN context scan on CPU", low=1)
     mask_token_id: int | None = opt(None, "id of MASK; null: the one recorded in the cache")
-    init_std: float = opt(0.02, "standard deviation of initial weights")
+    init_std: float = opt(0.02, "standard deviation of initial weights", low=0)
 
 
 @dataclass
@@ -92,18 +92,18 @@ class OptimizerConfig:
     """The optimizer; muon uses the adamw keys for what Muon doesn't own."""
 
     name: OptimizerName = opt(OptimizerName.adamw, "which optimizer")
-    lr: float = opt(6e-4, "peak learning rate (muon: of the matrices)")
-    weight_decay: float = opt(0.0, "decoupled weight decay")
-    betas: list[float] = opt([0.9, 0.95], "AdamW moment decays")
-    eps: float = opt(1e-8, "AdamW epsilon, added to sqrt(v)")
-    adamw_lr: float | None = opt(None, "muon: learning rate of the AdamW group (null: lr)")
-    momentum: float = opt(0.95, "muon, sgd: momentum")
+    lr: float = opt(6e-4, "peak learning rate (muon: of the matrices)", low=0)
+    weight_decay: float = opt(0.0, "decoupled weight decay", low=0)
+    betas: list[float] = opt([0.9, 0.95], "AdamW moment decays", low=0, below=1, size=2)
+    eps: float = opt(1e-8, "AdamW epsilon, added to sqrt(v)", low=0)
+    adamw_lr: float | None = opt(None, "muon: learning rate of the AdamW group (null: lr)", low=0)
+    momentum: float = opt(0.95, "muon, sgd: momentum", low=0, below=1)
     nesterov: bool = opt(True, "muon, sgd: Nesterov momentum")
     polynomial: Polynomial = opt(Polynomial.polar_express, "muon: orthogonalisation")
-    polynomial_steps: int = opt(5, "muon: iterations")
+    polynomial_steps: int = opt(5, "muon: iterations", low=1)
     scale: MuonScale = opt(MuonScale.moonlight, "muon: shape factor")
-    target_rms: float = opt(0.2, "muon: update RMS under scale=moonlight")
-    head_group: int = opt(1, "muon: heads orthogonalised together; 0: the whole projection")
+    target_rms: float = opt(0.2, "muon: update RMS under scale=moonlight", above=0)
+    head_group: int = opt(1, "muon: heads orthogonalised together; 0: the whole projection", low=0)
     muon_dtype: Dtype | None = opt(
         None, "muon: dtype of the multiplications; null: bfloat16 where the device multiplies it"
     )
@@ -114,26 +114,38 @@ class ScheduleConfig:
     """The learning rate over optimizer steps."""
 
     name: ScheduleName = opt(ScheduleName.cosine, "shape after the warmup")
-    warmup: float = opt(0.04, "linear warmup: a share of the steps (<1) or a number of steps")
-    floor: float = opt(0.0, "lowest factor of cosine and wsd")
-    decay: float = opt(0.2, "wsd: cooldown, a share of the steps (<1) or a number of steps")
+    warmup: float = opt(
+        0.04, "linear warmup: a share of the steps (<1) or a number of steps", low=0
+    )
+    floor: float = opt(0.0, "lowest factor of cosine and wsd", low=0, high=1)
+    decay: float = opt(0.2, "wsd: cooldown, a share of the steps (<1) or a number of steps", low=0)
     cooldown: Cooldown = opt(Cooldown.one_minus_sqrt, "wsd: shape of the cooldown")
-    milestones: list[float] = opt([0.8, 0.9], "multistep: shares of the steps after which lr drops")
-    drop: float = opt(0.316, "multistep: factor of each drop")
-    horizon: int | None = opt(None, "steps that the schedule is laid out for; null: the run's")
+    milestones: list[float] = opt(
+        [0.8, 0.9], "multistep: shares of the steps after which lr drops", low=0
+    )
+    drop: float = opt(0.316, "multistep: factor of each drop", above=0, high=1)
+    horizon: int | None = opt(
+        None, "steps that the schedule is laid out for; null: the run's", low=1
+    )
 
 
 @dataclass
 class LossConfig:
     """The training objective."""
 
-    gamma: float = opt(7.0, "slot weights exp(-(k-1)/gamma)")
-    chunk: int = opt(512, "slots whose logits exist at once")
-    cross_entropy: float = opt(1.0, "weight of the cross entropy to the text's tokens")
-    kl: float = opt(0.0, "weight of KL(target || drafter); needs last_hidden=true at extraction")
-    l1: float = opt(0.0, "weight of sum |drafter - target|; needs last_hidden=true at extraction")
-    top_k: int = opt(0, "kl: only the target's so many most likely tokens; 0: all")
-    dpace_alpha: float = opt(0.0, "D-PACE: weights times (probability of the slots before)^alpha")
+    gamma: float = opt(7.0, "slot weights exp(-(k-1)/gamma)", above=0)
+    chunk: int = opt(512, "slots whose logits exist at once", low=1)
+    cross_entropy: float = opt(1.0, "weight of the cross entropy to the text's tokens", low=0)
+    kl: float = opt(
+        0.0, "weight of KL(target || drafter); needs last_hidden=true at extraction", low=0
+    )
+    l1: float = opt(
+        0.0, "weight of sum |drafter - target|; needs last_hidden=true at extraction", low=0
+    )
+    top_k: int = opt(0, "kl: only the target's so many most likely tokens; 0: all", low=0)
+    dpace_alpha: float = opt(
+        0.0, "D-PACE: weights times (probability of the slots before)^alpha", low=0
+    )
 
 
 class Packing(Enum):
@@ -168,8 +180,8 @@ class BatchConfig:
 class LoaderConfig:
     """How batches are read: changes when, never what."""
 
-    workers: int = opt(1, "reader processes; 0 reads in the training process")
-    prefetch: int = opt(4, "rows read ahead per worker")
+    workers: int = opt(1, "reader processes; 0 reads in the training process", low=0)
+    prefetch: int = opt(4, "rows read ahead per worker", low=1)
     ram: bool = opt(False, "read the whole training split into memory at start; needs no workers")
 
 
@@ -177,19 +189,23 @@ class LoaderConfig:
 class TrainerConfig:
     """The training loop."""
 
-    steps: int | None = opt(None, "optimizer steps; null: epochs decides")
-    epochs: float = opt(6.0, "passes over the training split when steps is null")
+    steps: int | None = opt(None, "optimizer steps; null: epochs decides", low=1)
+    epochs: float = opt(6.0, "passes over the training split when steps is null", above=0)
     clip: Clip = opt(Clip.global_norm, "gradient clipping")
-    clip_norm: float = opt(1.0, "threshold of clipping")
+    clip_norm: float = opt(1.0, "threshold of clipping", above=0)
     dtype: Dtype = opt(Dtype.float32, "compute dtype; masters are float32")
-    checkpoint_every: int = opt(500, "steps between checkpoints; the last step is always saved")
-    keep: int = opt(2, "checkpoints kept besides the best")
-    eval_every: int = opt(0, "steps between held-out losses; 0: at the end only")
-    max_bad_steps: int = opt(3, "stop after so many non-finite gradients in a row")
+    checkpoint_every: int = opt(
+        500, "steps between checkpoints; the last step is always saved", low=0
+    )
+    keep: int = opt(2, "checkpoints kept besides the best", low=0)
+    eval_every: int = opt(0, "steps between held-out losses; 0: at the end only", low=0)
+    max_bad_steps: int = opt(3, "stop after so many non-finite gradients in a row", low=1)
     tensorboard: bool = opt(True, "write TensorBoard files beside metrics.jsonl")
     recompute: bool = opt(False, "recompute layers in the backward pass: less memory, more time")
-    profile_start: int | None = opt(None, "first update (1-based) of a profiler trace; null: none")
-    profile_steps: int = opt(3, "updates of the trace, written to profile/ in run_dir")
+    profile_start: int | None = opt(
+        None, "first update (1-based) of a profiler trace; null: none", low=1
+    )
+    profile_steps: int = opt(3, "updates of the trace, written to profile/ in run_dir", low=1)
 
 
 class Tracker(Enum):
@@ -239,7 +255,7 @@ class CacheInput:
 class DiagnosticsConfig:
     """What is measured of updates besides loss and gradient norm; changes no update."""
 
-    every: int = opt(10, "updates between measurements of update sizes and moments; 0: none")
+    every: int = opt(10, "updates between measurements of update sizes and moments; 0: none", low=0)
     layers: bool = opt(False, "also by parameter, not only by group")
 
 
@@ -261,7 +277,7 @@ class TrainConfig:
     branch: BranchConfig = opt(BranchConfig, "beginning at another run's checkpoint")
     source: Source = opt(Source.cache, "where hidden states come from; online runs the target")
     seed: int = opt(0, "order, packing and anchors")
-    init_seed: int = opt(0, "initial weights")
+    init_seed: int = opt(0, "initial weights", low=0, high=2**63 - 1)
     device: str = opt("auto", "auto, cpu, cuda, cuda:N")
 
 
@@ -283,10 +299,10 @@ class EvalConfig:
     target: TargetConfig | None = opt(None, "target to decode with; null: the one of the cache")
     checkpoint: str = opt("last", "last, best or step-NNNNNN")
     decode: bool = opt(True, "speculative decoding against the target on held-out prompts")
-    max_prompts: int | None = opt(None, "most prompts decoded; null: all held-out ones")
-    max_new_tokens: int = opt(64, "tokens decoded a prompt")
-    temperature: float = opt(0.0, "0: greedy; above it: verification by sampling")
-    tree: int = opt(0, "verify a tree of so many drafts (DDTree, greedy only); 0: a chain")
+    max_prompts: int | None = opt(None, "most prompts decoded; null: all held-out ones", low=1)
+    max_new_tokens: int = opt(64, "tokens decoded a prompt", low=1)
+    temperature: float = opt(0.0, "0: greedy; above it: verification by sampling", low=0)
+    tree: int = opt(0, "verify a tree of so many drafts (DDTree, greedy only); 0: a chain", low=0)
     again: bool = opt(False, "measure again although eval.json is up to date")
     device: str = opt("auto", "auto, cpu, cuda, cuda:N")
 
@@ -299,9 +315,9 @@ class SweepConfig:
     out: str = opt(MISSING, "directory of the sweep; an unfinished one in it goes on")
     launcher: str = opt("basic", "Hydra's launcher: basic, joblib, submitit_local, submitit_slurm…")
     launcher_overrides: list[str] = opt([], "more Hydra overrides, e.g. hydra.launcher.mem_gb=32")
-    jobs: int = opt(1, "joblib: trials at the same time; they share the disk's page cache")
+    jobs: int = opt(1, "joblib: trials at the same time; they share the disk's page cache", low=1)
     device: str = opt("auto", "device of every trial: auto, cpu, cuda, cuda:N")
-    tolerance: float = opt(0.01, "near-optimal: held-out loss within this share of the best")
+    tolerance: float = opt(0.01, "near-optimal: held-out loss within this share of the best", low=0)
     grow: bool = opt(False, "go on although the plan no longer has trials that are there")
     dry_run: bool = opt(False, "list the trials and run nothing")
 
@@ -344,7 +360,7 @@ class CompareConfig:
     summary: str | None = opt(None, "also write the numbers as JSON here")
     record: str | None = opt(None, "also write a dated decision record (Markdown) here")
     question: str | None = opt(None, "the question, as the decision record states it")
-    confidence: float = opt(0.95, "level of the intervals")
+    confidence: float = opt(0.95, "level of the intervals", above=0, below=1)
     decide_by: DecideBy = opt(DecideBy.heldout_loss, "the metric that the verdict is about")
-    tolerance: float = opt(0.0, "smallest difference of that metric that matters")
+    tolerance: float = opt(0.0, "smallest difference of that metric that matters", low=0)
     allow_codec: bool = opt(False, "compare runs although their caches' codecs differ")

@@ -8,6 +8,7 @@ sample's and prompt's row, for paired intervals.
 Legend: V vocabulary, D width.
 """
 
+import contextlib
 import hashlib
 import json
 import time
@@ -20,9 +21,10 @@ import torch
 from torch import Tensor
 
 from shared.config import Dtype, TargetConfig, typed
-from shared.errors import ConfigError, DataError, MismatchError
-from shared.fs import write_atomic
+from shared.errors import ConfigError, CorruptionError, DataError, MismatchError
+from shared.fs import disk_errors, write_atomic
 from shared.log import note, progress, read_json_lines, say
+from shared.record import read_record
 from stage2_train import checkpoint, decode
 from stage2_train.config import EvalConfig, TrainConfig
 from stage2_train.heldout import heldout
@@ -61,18 +63,17 @@ def load_run(run_dir: str | Path, which: str = "last", device: str = "cpu") -> L
         DataError: no run there. MismatchError: no such checkpoint, or it doesn't fit.
         CorruptionError, CacheError: the checkpoint or the cache can't be read.
     """
-    from shared.record import read_record
     from shared.store import Store
     from stage2_train.build import build_drafter, frozen
 
     path = Path(run_dir)
     record = read_record(path)
     config = typed(TrainConfig, record.config, where=path / "run.json")
-    store = Store.open(config.cache.root)
+    store = Store.open(record.cache_root(path))
     if store.spec.digest != record.spec_digest:
         raise MismatchError(
             f"the cache's spec is {store.spec.digest}, the run was trained on {record.spec_digest}",
-            where=config.cache.root,
+            where=store.root,
         )
     folder = checkpoint.find(path, which)
     parameters, _, state = checkpoint.load(folder)
@@ -115,6 +116,7 @@ def measure(cfg: EvalConfig) -> dict[str, Any]:
         )
     device = str(resolve_device(cfg.device))
     path = Path(cfg.run_dir)
+    read_record(path)  # no run is a clearer fault than no checkpoint
     folder = checkpoint.find(path, cfg.checkpoint)
     key = {
         "checkpoint": folder.name,
@@ -171,7 +173,7 @@ def decode_prompts(run: LoadedRun, cfg: EvalConfig, device: str) -> dict[str, An
         run.config.drafter.mask_token_id,
         run.config.drafter.block_size,
     )
-    own = OwnOutputs(run, cfg)
+    own = OwnOutputs(run, cfg, device)
     rows, bar = [], progress(len(prompts), "decode", "prompt")
     for name, prompt in prompts:
         plain = own.get(name) or own.add(
@@ -225,17 +227,22 @@ def summarise(rows: list[dict[str, Any]], temperature: float = 0.0) -> dict[str,
 class OwnOutputs:
     """The target's own greedy outputs, shared by the runs that lie in one folder.
 
-    They depend on the target, the prompt and the length alone, so arms of an experiment decode
-    them once: `<folder of the runs>/.target-outputs-<key>.jsonl`.
+    They depend on the target, the prompts (that is the snapshot, whose masks end them) and the
+    length alone, their seconds on the device too; so arms of an experiment decode them once:
+    `<folder of the runs>/.target-outputs-<key>.jsonl`.
     """
 
-    def __init__(self, run: LoadedRun, cfg: EvalConfig) -> None:
-        text = json.dumps([run.store.spec.weights, cfg.max_new_tokens, "float32"])
+    def __init__(self, run: LoadedRun, cfg: EvalConfig, device: str) -> None:
+        kind = device.partition(":")[0]
+        text = json.dumps([run.store.spec.weights, run.snapshot.id, cfg.max_new_tokens, kind])
         key = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
         self.path = run.path.resolve().parent / f".target-outputs-{key}.jsonl"
         self.reused = 0
-        lines = read_json_lines(self.path) if self.path.exists() and not cfg.again else []
+        lines: list[dict[str, Any]] = []
+        with contextlib.suppress(CorruptionError, FileNotFoundError):  # then they are made again
+            lines = [] if cfg.again else read_json_lines(self.path)
         self.rows = {line["id"]: line for line in lines}
+        write_atomic(self.path, "".join(json.dumps(line) + "\n" for line in lines).encode())
 
     def get(self, name: str) -> dict[str, Any] | None:
         row = self.rows.get(name)
@@ -248,7 +255,7 @@ class OwnOutputs:
             "tokens": decoded.tokens,
             "seconds": round(sum(decoded.seconds.values()), 4),
         }
-        with self.path.open("a", encoding="utf-8") as file:
+        with disk_errors(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
         return row
 

@@ -41,7 +41,7 @@ def export(cfg: ExportConfig) -> int:
         raise ConfigError("it is there already and not empty", where=output, do="Name another one")
     record = read_record(Path(cfg.run_dir))
     config = typed(TrainConfig, record.config, where=Path(cfg.run_dir) / "run.json")
-    store = Store.open(config.cache.root)
+    store = Store.open(record.cache_root(Path(cfg.run_dir)))
     drafter = build_drafter(config.drafter, store.spec, config.init_seed)
     folder = checkpoint.find(Path(cfg.run_dir), cfg.checkpoint)
     parameters, _, state = checkpoint.load(folder)

@@ -234,6 +234,9 @@ def verdict_html(summary: dict[str, Any]) -> str:
     if outcome["fallback"]:
         text = f"{summary['decide_by']} was not measured in every run; see drafttape eval."
         parts.append(f"<p class=note>{escape(text)}</p>")
+    parts += [
+        f"<p class=note>Not finished: {escape(text)}.</p>" for text in summary.get("unfinished", [])
+    ]
     return "".join(parts)
 
 

@@ -61,6 +61,12 @@ class Run:
     def num_steps(self) -> int:
         return len(self.series["step"])
 
+    @property
+    def unfinished(self) -> tuple[int, int] | None:
+        """(updates made, updates planned) of a run that has not ended; else None."""
+        made, planned = int(self.series["step"][-1]), self.record.get("steps")
+        return (made, planned) if isinstance(planned, int) and made < planned else None
+
     def value(self, key: str) -> float:
         """A number of eval.json, NaN where there is none."""
         found = (self.evaluation or {}).get(key)
@@ -113,8 +119,13 @@ def read_run(path: str | Path) -> Run:
         ) from None  # fmt: skip
     except (ValueError, OSError) as error:
         raise DataError(f"can't be read: {error}", where=path) from None
+    if not isinstance(record, dict) or not isinstance(evaluation, dict | None):
+        raise DataError("run.json or eval.json is not a JSON object", where=path)
+    for file, lines in (("metrics.jsonl", metrics), ("digests.jsonl", digests)):
+        if not all(isinstance(line.get("step"), int) for line in lines):
+            raise DataError("a line has no step", where=path / file)
     # A step that was logged twice (killed after the line, before the checkpoint) counts once.
-    steps = {int(line["step"]): line for line in metrics if "loss" in line and "step" in line}
+    steps = {int(line["step"]): line for line in metrics if "loss" in line}
     if not steps:
         raise DataError(
             "no finished step", where=path / "metrics.jsonl", do="Let the run go on with train"
@@ -126,14 +137,14 @@ def read_run(path: str | Path) -> Run:
     heldout = {
         int(line["step"]): _number(line["heldout_loss"])
         for line in metrics
-        if "heldout_loss" in line and "step" in line
+        if "heldout_loss" in line
     }
     return Run(
         path=path,
         name=path.resolve().name,
         record=record,
         series=series,
-        digests={int(line["step"]): str(line["digest"]) for line in digests},
+        digests={int(line["step"]): str(line.get("digest")) for line in digests},
         heldout=sorted(heldout.items()),
         evaluation=evaluation,
     )

@@ -73,8 +73,9 @@ def read_plan(path: str | Path) -> SweepPlan:
     path = Path(path)
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"the plan can't be read ({error.strerror})", where=path) from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8"
+        raise ConfigError(f"the plan can't be read ({reason})", where=path) from None
     except yaml.YAMLError as error:
         raise ConfigError(f"not YAML: {' '.join(str(error).split())}", where=path) from None
     if not isinstance(document, dict):
@@ -101,9 +102,11 @@ def expand(document: dict[str, Any], where: Any) -> list[Trial]:
     if draws is not None:
         draws = _mapping(document, "random", where)
         _known(draws, {"trials", "seed"}, f"{where}: random")
+        if not _are_numbers(list(draws.values()), len(draws)):
+            raise ConfigError("trials and seed must be whole numbers", where=f"{where}: random")
     trials: dict[str, Trial] = {}
-    for arm, own in arms.items():
-        own = {} if own is None else dict(own)
+    for arm in arms:
+        own = dict(_mapping(arms, arm, f"{where}: arms"))
         axes = grid | _mapping(own, "grid", f"{where}: arms.{arm}")
         own.pop("grid", None)
         if draws is None:
@@ -129,9 +132,9 @@ def values_of(key: str, axis: Any, where: Any) -> list[Any]:
     """An axis as a list: a list itself, or {log: [low, high, count]}."""
     if isinstance(axis, list) and axis:
         return axis
-    if isinstance(axis, dict) and set(axis) == {"log"} and len(axis["log"]) == 3:
+    if isinstance(axis, dict) and set(axis) == {"log"} and _are_numbers(axis["log"], 3):
         low, high, count = axis["log"]
-        if _is_number(low) and _is_number(high) and 0 < low <= high and int(count) >= 1:
+        if 0 < low <= high and count >= 1:
             return log_steps(float(low), float(high), int(count))
     raise ConfigError(
         f"{axis!r} is neither a list nor {{log: [low, high, count]}} (write 1.0e-3, not 1e-3)",
@@ -206,5 +209,9 @@ def _known(document: dict[str, Any], keys: set[str], where: Any) -> None:
             raise ConfigError(f"unknown key {key!r}", where=where, do=hint)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _are_numbers(values: Any, count: int) -> bool:
+    return (
+        isinstance(values, list)
+        and len(values) == count
+        and all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
+    )

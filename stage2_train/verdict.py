@@ -129,6 +129,7 @@ def terminal_text(summary: dict[str, Any]) -> str:
     if summary["output_identical"]:
         same, tried = summary["output_identical"]
         lines.append(f"speculative output identical to the target's own: {same} of {tried}")
+    lines += [f"not finished: {printable(text)}" for text in summary.get("unfinished", [])]
     lines += [printable(pair["text"]) for pair in summary["verdict"]["pairs"].values()]
     for name, rows_ in summary["pairs"].items():
         row = rows_.get("real_acceptance")
@@ -283,6 +284,10 @@ def caveats(summary: dict[str, Any]) -> list[str]:
             texts.append(
                 f"Budget: {markdown(name)} leads or trails depending on what is matched ({each})."
             )
+    texts += [
+        f"An end: {markdown(text)}; its learning rate is not down yet."
+        for text in summary.get("unfinished", [])
+    ]
     if summary["left_out"]:
         texts.append(
             f"{len(summary['left_out'])} runs were left out: their seeds are not in every arm."

@@ -1,0 +1,206 @@
+"""What users get wrong: one sentence, and nothing wrong goes on silently.
+
+Each case here once ended in a traceback, in a run that made no sense, or in half a result.
+"""
+
+import json
+import os
+import zlib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shared import cli
+from shared.errors import ConfigError, CorruptionError, DataError, MismatchError
+from shared.log import read_json_lines
+from shared.record import RunRecord
+from stage1_extract.generate import _existing
+from stage1_extract.rows import Reject, data_files, read_rows
+from stage2_train.compare import analyse, compare
+from stage2_train.config import CompareConfig, EvalConfig
+from stage2_train.evaluate import measure
+from stage2_train.runs import read_run
+from stage2_train.sweep_plan import read_plan
+from tests.run_tools import learning, write_run
+
+TRAIN = ["train", "run_dir=x", "cache.root=y"]
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ([*TRAIN, "trainer.steps=-1"], "trainer.steps=-1 must be at least 1"),
+        ([*TRAIN, "trainer.epochs=nan"], "trainer.epochs=nan must be a finite number"),
+        ([*TRAIN, "trainer.epochs=inf"], "finite"),
+        ([*TRAIN, "trainer.clip_norm=-1"], "trainer.clip_norm=-1.0 must be above 0"),
+        ([*TRAIN, "optimizer.lr=nan"], "optimizer.lr"),
+        ([*TRAIN, "optimizer.betas=[0.9]"], "must have 2 values"),
+        ([*TRAIN, "optimizer.betas=[0.9,1]"], "must be below 1"),
+        ([*TRAIN, "loss.gamma=0"], "loss.gamma"),
+        ([*TRAIN, "loader.workers=-1"], "loader.workers"),
+        ([*TRAIN, "schedule.floor=2"], "must be at most 1"),
+        (["train", "cache.root=y", "run_dir="], "needs a value for run_dir"),
+        (["train", "run_dir=x", "cache.root=' '"], "needs a value for cache.root"),
+        (["extract", "data.paths=[a]", "cache.root=x", "workers=-1"], "workers=-1"),
+        (["eval", "x", "max_new_tokens=0"], "max_new_tokens"),
+    ],
+)
+def test_values_that_make_no_sense_are_refused_before_anything_runs(words, named, capsys):
+    assert cli.main(words) == 2
+    shown = capsys.readouterr()
+    assert named in shown.err
+    assert shown.err.count("\n") == 1
+    assert not Path("x").exists()
+
+
+def test_a_path_with_an_equals_sign_is_a_path(tmp_path, capsys):
+    run_dir = tmp_path / "lr=1e-3"
+    run_dir.mkdir()
+    assert cli.main(["eval", str(run_dir)]) == 2
+    assert "no run is there" in capsys.readouterr().err
+
+
+def test_a_full_disk_outside_the_cache_is_a_sentence_too(monkeypatch, capsys):
+    def full(config):
+        raise OSError(28, "No space left on device", "metrics.jsonl")
+
+    real, word = cli.load_object, cli.WORDS["status"]
+    monkeypatch.setattr(cli, "load_object", lambda path: full if path == "full" else real(path))
+    monkeypatch.setitem(cli.WORDS, "status", replace(word, run="full"))
+    assert cli.main(["status", "here"]) == 2
+    assert "metrics.jsonl: no space is left" in capsys.readouterr().err
+
+
+BAD_LINES = {
+    '{"messages": [{"role": ["user"], "content": "a"}]}': "unknown role",
+    '{"messages": [{"role": "user", "content": "a \\ud800"}]}': "surrogate",
+    '{"messages": [{"role": "assistant", "content": "a", "reasoning_content": 5}]}': "reasoning",
+    '{"messages": [{"role": "assistant", "content": "a", "tool_calls": {"a": 1}}]}': "tool_calls",
+    '{"messages": [{"role": "assistant", "content": "", "tool_calls": [{"function": "f"}]}]}': (
+        "tool_calls"
+    ),
+    '{"input_ids": [99999999999999999999, 1], "loss_mask": [0, 1]}': "31 bits",
+    "[" * 200_000: "nested too deeply",
+}
+
+
+@pytest.mark.parametrize("line", BAD_LINES)
+def test_a_bad_line_is_a_reject_and_the_rest_goes_on(line, tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text(line + '\n{"text": "fine"}\n')
+    first, second = read_rows([str(path)])
+    assert isinstance(first, Reject)
+    assert BAD_LINES[line] in first.reason
+    assert second.text == "fine"
+
+
+def test_half_a_surrogate_as_bytes_is_a_reject(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b'{"text": "a \xed\xa0\x80"}\n')
+    (row,) = read_rows([str(path)])
+    assert isinstance(row, Reject)
+
+
+def test_parquets_null_keys_hide_no_values(tmp_path):
+    path = tmp_path / "data.jsonl"
+    message = {"role": None, "from": "human", "content": None, "value": "Hi"}
+    path.write_text(json.dumps({"conversations": [message]}) + "\n")
+    (row,) = read_rows([str(path)])
+    assert row.messages == [{"role": "user", "content": "Hi"}]
+
+
+def test_a_damaged_gzip_file_is_named(tmp_path):
+    path = tmp_path / "data.jsonl.gz"
+    packed = zlib.compressobj(9, zlib.DEFLATED, 31)
+    data = bytearray(packed.compress(os.urandom(4000)) + packed.flush())
+    data[12] ^= 0xFF  # inside the compressed stream
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=r"data\.jsonl\.gz"):
+        list(read_rows([str(path)]))
+
+
+def test_an_unknown_home_directory_is_a_missing_file():
+    with pytest.raises(DataError, match="no such file"):
+        data_files(["~nobody-of-this-name/data.jsonl"])
+
+
+def test_chats_of_two_targets_do_not_mix_in_one_file(tmp_path):
+    path = tmp_path / "chats.jsonl"
+    path.write_text('{"key": "k", "target": "one"}\n')
+    assert _existing(path, "one") == {"k"}
+    with pytest.raises(MismatchError, match=r"chats of one, these would be of two"):
+        _existing(path, "two")
+
+
+def test_comparing_unfinished_runs_says_so(tmp_path, capsys):
+    paths = [
+        write_run(tmp_path / name, loss=learning(40, arm=arm), steps=100, optimizer={"name": name})
+        for arm, name in enumerate(("adamw", "muon"))
+    ]
+    config = CompareConfig(runs=list(map(str, paths)), report=str(tmp_path / "report.html"))
+    assert compare(config) == 0
+    assert "muon has made 40 of 100 planned updates" in capsys.readouterr().out
+    assert "Not finished:" in (tmp_path / "report.html").read_text()
+    finished = write_run(tmp_path / "f", loss=learning(40), optimizer={"name": "sgd"})
+    assert read_run(finished).unfinished is None
+
+
+@pytest.mark.parametrize("file", ["run.json", "metrics.jsonl", "digests.jsonl"])
+@pytest.mark.parametrize("text", ["[1]\n", "{}\n", '{"step": "x"}\n', "nonsense\n", "\x00\n"])
+def test_a_damaged_run_is_an_error_that_names_the_file(file, text, tmp_path):
+    paths = [
+        write_run(tmp_path / name, loss=learning(5), optimizer={"name": name}) for name in "ab"
+    ]
+    (paths[1] / file).write_text(text)
+    if file == "run.json" and text.startswith("{"):
+        return
+    with pytest.raises((DataError, CorruptionError, MismatchError), match=str(paths[1])):
+        analyse(CompareConfig(runs=list(map(str, paths)), report=str(tmp_path / "r.html")))
+
+
+def test_json_lines_name_the_line_that_is_none(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    path.write_text('{"a": 1}\nnonsense\n{"a": 2}\n')
+    with pytest.raises(CorruptionError, match=r"lines\.jsonl:2"):
+        read_json_lines(path)
+
+
+def test_eval_of_no_run_says_that_none_is_there(tmp_path):
+    with pytest.raises(DataError, match="no run is there"):
+        measure(EvalConfig(run_dir=str(tmp_path), device="cpu"))
+
+
+def test_a_run_finds_its_cache_from_any_directory(tmp_path, monkeypatch):
+    def record(run_dir, root):
+        config = {"run_dir": run_dir, "cache": {"root": root}}
+        return RunRecord(config, "s", "d", [], {}, 1, "0")
+
+    run_dir = tmp_path / "build" / "runs" / "a"
+    run_dir.mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    relative = record("build/runs/a", "build/cache")
+    assert relative.cache_root(Path("build/runs/a")) == "build/cache"
+    monkeypatch.chdir(tmp_path / "build")
+    assert relative.cache_root(Path("runs/a")) == str(tmp_path / "build" / "cache")
+    assert relative.cache_root(tmp_path / "build") == "build/cache"
+    assert record("build/runs/a", "/x").cache_root(run_dir) == "/x"
+    assert record("build/runs/a", "s3://b/x").cache_root(run_dir) == "s3://b/x"
+    assert record(str(run_dir), "x").cache_root(run_dir) == "x"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "train: {cache.root: x}\ngrid: {optimizer.lr: {log: 5}}",
+        "train: {cache.root: x}\ngrid: {optimizer.lr: {log: [1, 2, x]}}",
+        "train: {cache.root: x}\nrandom: {trials: many}",
+        "train: {cache.root: x}\narms: {muon: 5}",
+        b"name: caf\xe9",
+    ],
+)
+def test_a_plan_with_a_wrong_value_is_refused(text, tmp_path):
+    path = tmp_path / "plan.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ConfigError, match=r"plan\.yaml"):
+        read_plan(path)
