@@ -132,6 +132,8 @@ def open_source(cfg: TrainConfig) -> Source:
             where="trainer.dtype",
             do="Choose bfloat16 or float32",
         )
+    if not (cfg.loss.cross_entropy or cfg.loss.kl or cfg.loss.l1):
+        raise ConfigError("all weights of the objective are 0, so nothing is learned", where="loss")
     if (cfg.loss.kl or cfg.loss.l1) and not store.spec.last_hidden:
         raise ConfigError(
             "KL and L1 need the target's last hidden state, which this cache doesn't hold",
@@ -257,6 +259,8 @@ def assemble(
         if ranks.is_main:
             record.write(run_dir)
             write_atomic(run_dir / "routing.txt", optimizer.routing.text().encode() + b"\n")
+            if first == 0 and optimizer.routing.owned("muon"):
+                note(optimizer.routing.folded().rstrip())
         yield trainer.Job(
             cfg=cfg,
             run_dir=run_dir,

@@ -15,6 +15,7 @@ cover every row exactly once. A matrix that nobody declared is an error, not a d
 """
 
 import hashlib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -171,7 +172,7 @@ class Route:
 
 @dataclass(frozen=True)
 class RoutingTable:
-    """Every named parameter with its owner; printed and saved with a run."""
+    """Every named parameter with its owner; printed (layers folded) and saved with a run."""
 
     rows: tuple[Route, ...]
 
@@ -194,6 +195,18 @@ class RoutingTable:
             f"{name:<{widths[0]}}  {shape:>{widths[1]}}  {owner:<{widths[2]}}  {why}\n"
             for name, shape, owner, why in lines
         )
+
+    def folded(self) -> str:
+        """`text` with like rows of several layers as one: `layers.*.mlp.up_proj.weight x5`."""
+        like: dict[tuple, list[str]] = {}
+        for row in self.rows:
+            key = re.sub(r"\.\d+\.", ".*.", row.name), row.shape, row.owner, row.parts, row.reason
+            like.setdefault(key, []).append(row.name)
+        rows = [
+            Route(names[0] if len(names) == 1 else f"{key[0]} x{len(names)}", *key[1:])
+            for key, names in like.items()
+        ]
+        return RoutingTable(tuple(rows)).text()
 
 
 def _parts_text(parts: Parts) -> str:
