@@ -166,12 +166,19 @@ def find(run_dir: Path, which: str) -> Path:
 
 
 def best(run_dir: Path) -> dict[str, Any]:
-    """{step, heldout_loss} of the best checkpoint, or {}."""
+    """{step, heldout_loss} of the best checkpoint, or {}.
+
+    Raises:
+        CorruptionError: the file that names it is damaged.
+    """
     path = run_dir / FOLDER / "best.json"
     if not path.exists():
         return {}
-    document: dict[str, Any] = json.loads(path.read_text())
-    return document
+    try:
+        document = json.loads(path.read_text())
+        return {"step": int(document["step"]), "heldout_loss": float(document["heldout_loss"])}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CorruptionError(f"it can't be read ({error})", where=path, do="Delete it") from None
 
 
 def is_better(loss: float, old: dict[str, Any]) -> bool:
