@@ -1,0 +1,96 @@
+"""Replay on a real cache: container and workers change nothing, one other anchor is refused."""
+
+import shutil
+
+import pytest
+import torch
+from tiny_cache import MASK_TOKEN, STATES, WIDTH, tiny_cache, tiny_config
+
+from shared import cli
+from shared.store import Store
+from stage2_train import noise
+from stage2_train.build import open_source, train_run
+from stage2_train.compare import analyse
+from stage2_train.config import CompareConfig, LoaderConfig
+from stage2_train.loader import Loader, open_feed
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    root = tmp_path_factory.mktemp("replay") / "cache"
+    tiny_cache(root)
+    return root
+
+
+def batches(root, workers):
+    """Everything that an optimizer is fed in a few steps over more than one epoch."""
+    source = open_source(tiny_config(root, root / "run"))
+    plan = source.plan
+    feed = open_feed(
+        plan,
+        source.store.reader(),
+        num_states=STATES,
+        hidden_size=WIDTH,
+        config=LoaderConfig(workers=workers, prefetch=2),
+    )
+    rows = [row for step in range(STEPS) for row in plan.step(step)]
+    assert {row.epoch for row in rows} > {0}
+    with Loader(plan, feed, mask_token_id=MASK_TOKEN) as loader:
+        return [
+            (
+                row.number,
+                batch.sample_ids,
+                batch.digest(plan.block),
+                batch.input_ids_T.tolist(),
+                batch.hidden_TLD.view(torch.int16).numpy().tobytes(),
+            )
+            for row, batch in loader.batches(rows)
+        ]
+
+
+def test_trap_19_both_containers_and_0_and_2_workers_give_the_same_batches(cache, tmp_path):
+    shutil.copytree(cache, tmp_path / "tar")
+    assert Store.open(tmp_path / "tar").convert("webdataset") > 1
+    plain = batches(cache, workers=0)
+    assert len(plain) == 2 * STEPS
+    assert batches(tmp_path / "tar", workers=2) == plain
+
+
+def test_one_changed_anchor_seed_makes_compare_refuse_and_name_the_step(
+    cache, tmp_path, monkeypatch, capsys
+):
+    def train(name, optimizer):
+        train_run(tiny_config(cache, tmp_path / name, steps=STEPS, optimizer=optimizer))
+        return str(tmp_path / name)
+
+    adamw, muon = train("adamw", "adamw"), train("muon", "muon")
+    report = tmp_path / "report.html"
+    summary, _ = analyse(CompareConfig(runs=[adamw, muon], report=str(report)))
+    assert summary["digests_equal"] is True
+
+    plan = open_source(tiny_config(cache, tmp_path / "x")).plan
+    draw = noise.anchors
+
+    def changes(row, index):
+        key = row.epoch, plan.snapshot.ids[index], plan.snapshot.mask(index)
+        most = plan.batch.anchors_per_sample, plan.block
+        return draw(0, *key, *most).tolist() != draw(1, *key, *most).tolist()
+
+    step, epoch, name = next(
+        (step, row.epoch, plan.snapshot.ids[index])
+        for step in range(2, STEPS)
+        for row in plan.step(step)
+        for index in row.samples
+        if changes(row, index)
+    )
+
+    def anchors(seed, at, sample, *rest):
+        return draw(seed + ((at, sample) == (epoch, name)), at, sample, *rest)
+
+    monkeypatch.setattr(noise, "anchors", anchors)
+    changed = train("changed", "muon")
+    assert cli.main(["compare", adamw, changed, f"report={report}"]) == 2
+    assert f"from step {step + 1} on" in capsys.readouterr().err
+    assert not report.exists()
