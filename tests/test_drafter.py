@@ -48,7 +48,7 @@ def embed():
     return torch.randn(VOCABULARY, WIDTH, generator=generator, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("layer_types", [[kind] for kind in set(TYPES)] + [TYPES])
+@pytest.mark.parametrize("layer_types", [[kind] for kind in sorted(set(TYPES))] + [TYPES])
 def test_trap_22_block_sees_only_its_document_before_its_anchor(layer_types, embed):
     drafter = tiny(layer_types)
     batch = packed([10, 13], [3, 8, 14, 19])
@@ -84,9 +84,21 @@ def test_trap_07_packed_document_does_not_leak(embed):
     torch.testing.assert_close(
         drafter(together, embed)[2:], drafter(alone, embed), rtol=1e-11, atol=1e-11
     )
-    before = drafter(together, embed)
+    before, moved = _second_document(drafter, together, embed)
     together.hidden_TLD[:10] = 1e3
-    assert torch.equal(drafter(together, embed)[2:], before[2:])
+    together.input_ids_T[:10] = (together.input_ids_T[:10] + 1) % 39
+    after, again = _second_document(drafter, together, embed)
+    assert torch.equal(after, before)
+    for ours, theirs in zip(again, moved, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+
+
+def _second_document(drafter, batch, embed):
+    """Hidden states of blocks 2 and 3, and the gradients of their loss."""
+    drafter.zero_grad()
+    h_NBD = drafter(batch, embed)[2:]
+    h_NBD.square().sum().backward()
+    return h_NBD.detach(), [p.grad.clone() for p in drafter.parameters()]
 
 
 @pytest.mark.parametrize("cuts", [[14], [1] * 14, [5, 1, 7, 1], [12, 2]])

@@ -16,7 +16,7 @@ import torch
 
 from shared.capture import capture
 from shared.config import compose
-from shared.errors import CacheError, DataError, Interrupted, MismatchError, TargetError
+from shared.errors import CacheError, ConfigError, DataError, Interrupted, MismatchError, TargetError
 from shared.store import Store
 from shared.target import load_target
 from stage1_extract import build, worker
@@ -152,6 +152,19 @@ def test_trap_12_new_masks_run_nothing_and_new_tokens_run_only_themselves(tmp_pa
     assert [again.mask(i).tolist() for i in range(24)] == [old.mask(i).tolist() for i in range(24)]
     for name, data in old_files.items():
         assert (root / name).read_bytes() == data
+
+
+def test_trap_12_a_smaller_max_tokens_runs_only_what_it_cuts(tmp_path, monkeypatch):
+    extract(config(tmp_path))
+    store = Store.open(tmp_path / "cache")
+    old = store.snapshot()
+    limit = int(np.sort(old.num_tokens)[-3]) - 1  # cuts the three longest, or a few more
+    seen = forwards(monkeypatch)
+    extract(config(tmp_path, f"data.max_tokens={limit}", "self_test=false"))
+    new = store.snapshot()
+    assert 3 <= sum(seen) == int((old.num_tokens > limit).sum()) < len(old)
+    assert len(set(new.ids) - set(old.ids)) == sum(seen)
+    assert store.snapshot(old.id).ids == old.ids
 
 
 @pytest.mark.parametrize(
@@ -315,7 +328,7 @@ def test_a_disk_error_in_the_writing_thread_ends_the_run(tmp_path, monkeypatch):
 
 def test_bad_input_writes_nothing(tmp_path):
     for overrides in (["data.paths=[/no/such/file]"], ["data.paths=[]"], ["data.max_tokens=1"]):
-        with pytest.raises(DataError):
+        with pytest.raises((DataError, ConfigError)):
             extract(config(tmp_path, *overrides))
     empty = tmp_path / "empty.jsonl"
     empty.write_text("")

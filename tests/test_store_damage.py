@@ -201,6 +201,23 @@ def test_trap_17_every_flip_and_cut_is_found_and_nothing_bad_is_read(tmp_path, c
     assert store.verify().ok
 
 
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_trap_17_a_read_of_flipped_bits_names_shard_and_sample(tmp_path, container):
+    store, truth = fill(tmp_path / "c", [[70, 5, 130]], container=container)
+    (shard,) = store.shard_ids()
+    folder = Path(store.root) / "shards"
+    data = max(folder.rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
+    damaged = bytearray(data.read_bytes())
+    for place in range(1000, len(damaged) - 1000, 997):  # in the chunks of every sample
+        damaged[place] ^= 1
+    data.write_bytes(damaged)
+    for name in truth:
+        with pytest.raises(CorruptionError) as caught:
+            Store.open(store.root).reader().read(name)
+        assert shard in str(caught.value)
+        assert name in str(caught.value)
+
+
 def _check_found(root: Path, path: Path, truth: dict) -> None:
     try:
         problems = Store.open(root).verify().problems

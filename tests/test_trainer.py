@@ -250,12 +250,13 @@ def test_trap_27_norms_move_and_masters_are_float32(cache, tmp_path):
         batch__anchors_per_sample=2,
         drafter__layer_types=["linear_attention"],
     )
+    with _job(cfg, tmp_path / "start") as job:
+        start = {n: p.detach().clone() for n, p in job.drafter.named_parameters() if "norm" in n}
+    assert sum(bool((tensor == 1).all()) for tensor in start.values()) == len(start) - 1
     train_run(cfg)
     parameters = _parameters(tmp_path / "run")
     assert {tensor.dtype for tensor in parameters.values()} == {torch.float32}
-    norms = [tensor for name, tensor in parameters.items() if "norm" in name]
-    assert norms
-    assert all((tensor != 1).any() for tensor in norms)
+    assert all((parameters[name] != tensor).any() for name, tensor in start.items())
     with _job(cfg, tmp_path / "run") as job:
         trainer.restore(job)
         assert {p.dtype for p in job.drafter.parameters()} == {torch.float32}
