@@ -16,7 +16,14 @@ import torch
 
 from shared.capture import capture
 from shared.config import compose
-from shared.errors import CacheError, ConfigError, DataError, Interrupted, MismatchError, TargetError
+from shared.errors import (
+    CacheError,
+    ConfigError,
+    DataError,
+    Interrupted,
+    MismatchError,
+    TargetError,
+)
 from shared.store import Store
 from shared.target import load_target
 from stage1_extract import build, worker
