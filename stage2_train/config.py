@@ -303,6 +303,11 @@ class EvalConfig:
     max_new_tokens: int = opt(64, "tokens decoded a prompt", low=1)
     temperature: float = opt(0.0, "0: greedy; above it: verification by sampling", low=0)
     tree: int = opt(0, "verify a tree of so many drafts (DDTree, greedy only); 0: a chain", low=0)
+    batch_size: int = opt(
+        1,
+        "prompts decoded together (greedy chain, targets that keep all keys); 1: as one user",
+        low=1,
+    )
     again: bool = opt(False, "measure again although eval.json is up to date")
     device: str = opt("auto", "auto, cpu, cuda, cuda:N")
 

@@ -11,7 +11,6 @@ Legend: V vocabulary, D width.
 import contextlib
 import hashlib
 import json
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from shared.log import note, progress, read_json_lines, say
 from shared.record import read_record
 from stage2_train import checkpoint, decode
 from stage2_train.config import EvalConfig, TrainConfig
+from stage2_train.decode_batch import batchable, greedy_batch, speculative_batch
 from stage2_train.heldout import heldout
 from stage2_train.tree import speculative_tree
 
@@ -124,6 +124,7 @@ def measure(cfg: EvalConfig) -> dict[str, Any]:
         "decode": cfg.decode,
         "max_prompts": cfg.max_prompts,
         "max_new_tokens": cfg.max_new_tokens,
+        "batch_size": cfg.batch_size,
         "temperature": cfg.temperature,
         "tree": cfg.tree,
     }
@@ -174,40 +175,73 @@ def decode_prompts(run: LoadedRun, cfg: EvalConfig, device: str) -> dict[str, An
         run.config.drafter.block_size,
     )
     own = OwnOutputs(run, cfg, device)
+    chain = not cfg.tree and cfg.temperature <= 0
+    together = cfg.batch_size if chain and batchable(target.model) else 1
     rows, bar = [], progress(len(prompts), "decode", "prompt")
-    for name, prompt in prompts:
-        plain = own.get(name) or own.add(
-            name, decode.greedy(target.model, prompt, cfg.max_new_tokens, ends)
-        )
-        seed = int(hashlib.blake2b(name.encode(), digest_size=6).hexdigest(), 16)
-        started = time.perf_counter()
-        if cfg.tree:
-            fast = speculative_tree(
-                target.model, taps, draft, prompt, cfg.max_new_tokens, ends, budget=cfg.tree
+    for first in range(0, len(prompts), together):
+        group = prompts[first : first + together]
+        plain = _own_outputs(own, target.model, group, cfg, ends)
+        if together > 1:
+            fast = speculative_batch(
+                target.model, taps, draft, [ids for _, ids in group], cfg.max_new_tokens, ends
             )
         else:
-            fast = decode.speculative(
-                target.model, taps, draft, prompt, cfg.max_new_tokens, ends,
-                temperature=cfg.temperature, generator=torch.Generator().manual_seed(seed),
-            )  # fmt: skip
-        rows.append(
-            {
-                "id": name,
-                "prompt_tokens": len(prompt),
-                "new_tokens": len(fast.tokens),
-                "committed": sum(fast.commits),
-                "passes": len(fast.commits),
-                "replays": fast.replays,
-                "identical": fast.tokens == plain["tokens"],
-                "seconds": round(time.perf_counter() - started, 4),
-                "draft_seconds": round(fast.seconds["draft"], 4),
-                "plain_tokens": len(plain["tokens"]),
-                "plain_seconds": plain["seconds"],
-            }
-        )
-        bar.update()
+            fast = [_decode_one(target.model, taps, draft, *group[0], cfg, ends)]
+        for (name, prompt), ours, theirs in zip(group, fast, plain, strict=True):
+            rows.append(_row(name, prompt, ours, theirs))
+        bar.update(len(group))
     bar.close()
-    return summarise(rows, cfg.temperature) | {"prompts": rows, "plain_reused": own.reused}
+    extra = {"prompts": rows, "plain_reused": own.reused, "prompts_together": together}
+    return summarise(rows, cfg.temperature) | extra
+
+
+def _own_outputs(
+    own: "OwnOutputs", model: Any, group: list[tuple[str, list[int]]], cfg: EvalConfig, ends: list
+) -> list[dict[str, Any]]:
+    """The target's own greedy outputs of a group of prompts, decoded if not known."""
+    known = {name: own.get(name) for name, _ in group}
+    todo = [(name, prompt) for name, prompt in group if known[name] is None]
+    if len(todo) == 1:
+        made = [decode.greedy(model, todo[0][1], cfg.max_new_tokens, ends)]
+    elif todo:
+        made = greedy_batch(model, [prompt for _, prompt in todo], cfg.max_new_tokens, ends)
+    else:
+        made = []
+    known |= {name: own.add(name, decoded) for (name, _), decoded in zip(todo, made, strict=True)}
+    return [known[name] for name, _ in group]
+
+
+def _decode_one(
+    model: Any, taps: list, draft: decode.Draft, name: str, prompt: list[int], cfg: EvalConfig,
+    ends: list[int],
+) -> decode.Decoded:  # fmt: skip
+    if cfg.tree:
+        return speculative_tree(
+            model, taps, draft, prompt, cfg.max_new_tokens, ends, budget=cfg.tree
+        )
+    seed = int(hashlib.blake2b(name.encode(), digest_size=6).hexdigest(), 16)
+    return decode.speculative(
+        model, taps, draft, prompt, cfg.max_new_tokens, ends,
+        temperature=cfg.temperature, generator=torch.Generator().manual_seed(seed),
+    )  # fmt: skip
+
+
+def _row(
+    name: str, prompt: list[int], ours: decode.Decoded, theirs: dict[str, Any]
+) -> dict[str, Any]:
+    return {
+        "id": name,
+        "prompt_tokens": len(prompt),
+        "new_tokens": len(ours.tokens),
+        "committed": sum(ours.commits),
+        "passes": len(ours.commits),
+        "replays": ours.replays,
+        "identical": ours.tokens == theirs["tokens"],
+        "seconds": round(sum(ours.seconds.values()), 4),
+        "draft_seconds": round(ours.seconds["draft"], 4),
+        "plain_tokens": len(theirs["tokens"]),
+        "plain_seconds": theirs["seconds"],
+    }
 
 
 def summarise(rows: list[dict[str, Any]], temperature: float = 0.0) -> dict[str, Any]:
@@ -234,7 +268,9 @@ class OwnOutputs:
 
     def __init__(self, run: LoadedRun, cfg: EvalConfig, device: str) -> None:
         kind = device.partition(":")[0]
-        text = json.dumps([run.store.spec.weights, run.snapshot.id, cfg.max_new_tokens, kind])
+        text = json.dumps(
+            [run.store.spec.weights, run.snapshot.id, cfg.max_new_tokens, cfg.batch_size, kind]
+        )
         key = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
         self.path = run.path.resolve().parent / f".target-outputs-{key}.jsonl"
         self.reused = 0
@@ -295,7 +331,8 @@ def table(path: Path, result: dict[str, Any]) -> str:
             lines.append(f"  output identical       {same} of {tried} prompts")
         lines.append(
             f"  tokens/s               {result['tokens_per_s']:.1f} "
-            f"(target alone {result['plain_tokens_per_s']:.1f}, x{result['speedup']:.2f})"
+            f"(target alone {result['plain_tokens_per_s']:.1f}, x{result['speedup']:.2f}; "
+            f"{result['prompts_together']} prompts together)"
         )
     slots = result["slot_accuracy"]
     lines.append("  slot      " + " ".join(f"{k:>5}" for k in range(1, len(slots) + 1)))

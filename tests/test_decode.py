@@ -9,6 +9,7 @@ import torch
 from scipy import stats
 
 from stage2_train import decode
+from stage2_train.decode_batch import batchable, greedy_batch, speculative_batch
 
 VOCAB, BLOCK = 97, 6
 
@@ -114,6 +115,66 @@ def test_drafter_sees_exactly_the_committed_states(kind):
     torch.testing.assert_close(
         seen_TLD[:, 0].float(), expected_TLD[:, 0].to(torch.bfloat16).float(), rtol=0.02, atol=0.02
     )
+
+
+class Prophets:
+    """One prophet a prompt: states are asked for in the prompts' order."""
+
+    def __init__(self, prophets: list[Prophet]) -> None:
+        self.prophets, self.following = prophets, iter(prophets)
+
+    def new_state(self):
+        prophet = next(self.following)
+        return prophet, prophet.new_state()
+
+    def extend(self, state, hidden_TLD):
+        state[0].extend(state[1], hidden_TLD)
+
+    def draft(self, state, embeds_BD):
+        return state[0].draft(state[1], embeds_BD)
+
+
+@pytest.mark.parametrize("wrong", [0.0, 0.4, 1.0])
+def test_prompts_together_are_decoded_as_alone(wrong):
+    model = tiny_target()
+    prompts = [PROMPT, [3, 1], [7] * 12, [60, 2, 33, 4]]
+    long = [decode.greedy(model, prompt, 60).tokens for prompt in prompts]
+    end = long[2][9]
+    alone = [decode.greedy(model, prompt, 20, [end]) for prompt in prompts]
+    together = greedy_batch(model, prompts, 20, [end])
+    assert [d.tokens for d in together] == [d.tokens for d in alone]
+    assert len({len(d.tokens) for d in alone}) > 1, "one ends early"
+    taps = [model.model.layers[0], model.model.layers[2]]
+    fast = [
+        decode.speculative(model, taps, as_draft(Prophet(o, len(p), wrong, i)), p, 20, [end])
+        for i, (o, p) in enumerate(zip(long, prompts, strict=True))
+    ]
+    prophets = [
+        Prophet(o, len(p), wrong, i) for i, (o, p) in enumerate(zip(long, prompts, strict=True))
+    ]
+    batch = speculative_batch(model, taps, as_draft(Prophets(prophets)), prompts, 20, [end])
+    assert [d.tokens for d in batch] == [d.tokens for d in fast] == [d.tokens for d in alone]
+    assert [d.commits for d in batch] == [d.commits for d in fast]
+    assert batchable(model)
+    assert not batchable(tiny_target("qwen3_5"))
+    assert not batchable(tiny_target("sliding"))
+
+
+def test_drafter_sees_the_same_states_in_a_batch():
+    model, prompts = tiny_target(), [PROMPT, [3, 1], [7] * 12]
+    taps = [model.model.layers[0], model.model.layers[2]]
+    long = [decode.greedy(model, prompt, 60).tokens for prompt in prompts]
+    alone = [Prophet(o, len(p), 0.4, i) for i, (o, p) in enumerate(zip(long, prompts, strict=True))]
+    batched = [
+        Prophet(o, len(p), 0.4, i) for i, (o, p) in enumerate(zip(long, prompts, strict=True))
+    ]
+    for prophet, prompt in zip(alone, prompts, strict=True):
+        decode.speculative(model, taps, as_draft(prophet), prompt, 20)
+    speculative_batch(model, taps, as_draft(Prophets(batched)), prompts, 20)
+    for one, other in zip(alone, batched, strict=True):
+        torch.testing.assert_close(
+            torch.cat(other.states), torch.cat(one.states), rtol=0.01, atol=0.01
+        )
 
 
 def test_stops_at_an_end_token():
