@@ -64,7 +64,7 @@ def main(seeds: int) -> int:
             f"init_seed={seed}",
         )
     for _, _, run_dir in runs:
-        run("eval", run_dir, "max_new_tokens=32", "batch_size=16")
+        run("eval", run_dir, "max_new_tokens=24", "batch_size=16")
     run(
         "compare",
         *(run_dir for _, _, run_dir in runs),
