@@ -79,7 +79,8 @@ class Store:
             raise MismatchError(
                 f"the cache holds states of another capture spec ({named})",
                 where=root,
-                do="Extract into a new cache",
+                do="Extract into a new cache"
+                + ("" if store.shard_ids() else ", or delete this one, which is empty"),
             )
         with disk_errors(files):
             for folder in ("shards", "snapshots", "jobs", "rejects"):
@@ -177,7 +178,7 @@ class Store:
         free = self.files.free_bytes()
         if free is not None and free < num_bytes:
             raise CacheError(
-                f"the disk has {free / 1e9:.2f} GB free, about {num_bytes / 1e9:.2f} GB are needed",
+                f"the disk has {free / 1e9:.3g} GB free, about {num_bytes / 1e9:.3g} GB are needed",
                 where=self.root,
                 do="Free space, choose a smaller codec, or put cache.root elsewhere",
             )
@@ -333,7 +334,7 @@ class Store:
             return near[0]
         if near:
             raise CacheError(f"{ref!r} is the start of {len(near)} snapshots", where=self.root)
-        what = "the cache has no snapshot yet" if ref == "latest" else f"no snapshot is {ref!r}"
+        what = f"no snapshot is {ref!r}" if ids else "the cache has no snapshot yet"
         raise CacheError(what, where=self.root, do=f"See drafttape cache ls {self.root}")
 
     def snapshot_info(self, snapshot: str) -> dict[str, Any]:

@@ -179,7 +179,7 @@ def choose_device(name: str) -> str:
     """`auto` is the first GPU when there is one.
 
     Raises:
-        ConfigError: a CUDA device is asked for and none is there.
+        ConfigError: there is no such device.
     """
     import torch
 
@@ -187,6 +187,13 @@ def choose_device(name: str) -> str:
         return "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError("no CUDA device is available", where="device", do="Use device=cpu")
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"{name!r} can't be used ({reason})", where="device", do="Choose auto, cpu or cuda"
+        ) from None
     return name
 
 

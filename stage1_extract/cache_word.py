@@ -191,7 +191,9 @@ def convert(cfg: CacheWordConfig) -> int:
     """Moves all shards to the other container."""
     container = cfg.args[0]
     if container not in CONTAINERS:
-        raise ConfigError(f"there is no container {container!r}", do=f"Use {CONTAINERS}")
+        raise ConfigError(
+            f"there is no container {container!r}", do=f"Use {' or '.join(CONTAINERS)}"
+        )
     store = Store.open(cfg.root)
     with progress(sum(store.shard(s).stored_bytes for s in store.shard_ids()), "convert", "B") as b:
         moved = store.convert(container, progress=b.update)

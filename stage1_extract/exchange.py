@@ -70,7 +70,9 @@ def import_from(
         MismatchError: the cache is of another spec.
     """
     if kind not in KINDS:
-        raise ConfigError(f"nothing is known about {kind!r}", do=f"Choose one of {KINDS}")
+        raise ConfigError(
+            f"nothing is known about {kind!r}", do=f"Choose one of {', '.join(KINDS)}"
+        )
     path, report = Path(source), ImportReport()
     if not path.is_dir():
         raise DataError("there is no such directory", where=source)
@@ -278,7 +280,9 @@ def export_to(
         DataError: the directory has something in it.
     """
     if kind not in KINDS:
-        raise ConfigError(f"nothing is known about {kind!r}", do=f"Choose one of {KINDS}")
+        raise ConfigError(
+            f"nothing is known about {kind!r}", do=f"Choose one of {', '.join(KINDS)}"
+        )
     if kind != "speculators" and not store.spec.last_hidden:
         raise ConfigError(
             f"{kind} needs the last hidden state, which this cache doesn't have",

@@ -99,7 +99,10 @@ def generate(cfg: GenerateConfig) -> int:
                 tokens = _answer_all(target, todo, cfg, lines)
         finally:
             lines.close()
-        _reorder(output, chats)
+            if not output.stat().st_size:
+                output.unlink()  # nothing came of it: no empty file is left
+        if output.exists():
+            _reorder(output, chats)
     seconds = time.perf_counter() - started
     for reject in rejects[:5]:
         note(f"{reject.source}: {reject.reason}")

@@ -194,6 +194,12 @@ def begin(source: Source, run_dir: Path) -> RunRecord:
         start_digest=source.plan.start_digest().hex(),
     )
     if not (run_dir / "run.json").exists():
+        if checkpoint.steps(run_dir):
+            raise MismatchError(
+                "there are checkpoints but no run.json, so what made them is not known",
+                where=run_dir,
+                do="Choose another run_dir",
+            )
         return record
     there = read_record(run_dir)
     stored = to_plain(typed(TrainConfig, there.config, where=run_dir / "run.json"))

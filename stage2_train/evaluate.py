@@ -305,6 +305,12 @@ def load_target_of(run: LoadedRun, given: TargetConfig | None, device: str) -> A
     from shared.target import load_target
 
     info = run.store.target_assets().info
+    if given is None and "target" not in info:
+        raise ConfigError(
+            "the cache doesn't say how to load its target",
+            where=run.store.root,
+            do="Name it, as in target=smollm2",
+        )
     if given is None:
         given = typed(TargetConfig, info["target"], where=f"{run.store.root}/target")
     target = load_target(replace(given, dtype=Dtype.float32), device)
@@ -332,7 +338,7 @@ def table(path: Path, result: dict[str, Any]) -> str:
         lines.append(
             f"  tokens/s               {result['tokens_per_s']:.1f} "
             f"(target alone {result['plain_tokens_per_s']:.1f}, x{result['speedup']:.2f}; "
-            f"{result['prompts_together']} prompts together)"
+            f"{result.get('prompts_together', 1)} prompts together)"
         )
     slots = result["slot_accuracy"]
     lines.append("  slot      " + " ".join(f"{k:>5}" for k in range(1, len(slots) + 1)))

@@ -106,21 +106,19 @@ def read_run(path: str | Path) -> Run:
     """
     path = Path(path)
     try:
-        record = json.loads((path / "run.json").read_text())
+        record = _json(path / "run.json")
         metrics = read_json_lines(path / "metrics.jsonl")
         digests = read_json_lines(path / "digests.jsonl")
         evaluation = None
         if (path / "eval.json").exists():
-            evaluation = json.loads((path / "eval.json").read_text())
+            evaluation = _json(path / "eval.json")
     except FileNotFoundError as error:
         raise DataError(
             f"{Path(error.filename).name} is missing", where=path,
             do="Give the directory of a run that drafttape train has written",
         ) from None  # fmt: skip
-    except (ValueError, OSError) as error:
+    except OSError as error:
         raise DataError(f"can't be read: {error}", where=path) from None
-    if not isinstance(record, dict) or not isinstance(evaluation, dict | None):
-        raise DataError("run.json or eval.json is not a JSON object", where=path)
     for file, lines in (("metrics.jsonl", metrics), ("digests.jsonl", digests)):
         if not all(isinstance(line.get("step"), int) for line in lines):
             raise DataError("a line has no step", where=path / file)
@@ -148,6 +146,16 @@ def read_run(path: str | Path) -> Run:
         heldout=sorted(heldout.items()),
         evaluation=evaluation,
     )
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_text())
+    except ValueError as error:
+        raise DataError(f"not JSON ({error})", where=path) from None
+    if not isinstance(document, dict):
+        raise DataError("not a JSON object", where=path)
+    return document
 
 
 def _number(value: Any) -> float:

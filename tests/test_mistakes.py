@@ -17,12 +17,14 @@ from shared.log import read_json_lines
 from shared.record import RunRecord
 from stage1_extract.generate import _existing
 from stage1_extract.rows import Reject, data_files, read_rows
+from stage2_train.build import train_run
 from stage2_train.compare import analyse, compare
 from stage2_train.config import CompareConfig, EvalConfig
 from stage2_train.evaluate import measure
 from stage2_train.runs import read_run
 from stage2_train.sweep_plan import read_plan
 from tests.run_tools import learning, write_run
+from tests.tiny_cache import tiny_cache, tiny_config
 
 TRAIN = ["train", "run_dir=x", "cache.root=y"]
 
@@ -133,6 +135,7 @@ def test_chats_of_two_targets_do_not_mix_in_one_file(tmp_path):
         _existing(path, "two")
 
 
+@pytest.mark.slow
 def test_comparing_unfinished_runs_says_so(tmp_path, capsys):
     paths = [
         write_run(tmp_path / name, loss=learning(40, arm=arm), steps=100, optimizer={"name": name})
@@ -204,3 +207,45 @@ def test_a_plan_with_a_wrong_value_is_refused(text, tmp_path):
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigError, match=r"plan\.yaml"):
         read_plan(path)
+
+
+@pytest.mark.parametrize("word", [["extract", "cache.root=c"], ["generate", "output=o.jsonl"]])
+def test_an_unknown_device_is_refused_before_anything_is_written(
+    word, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    line = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c"}]}
+    Path("data.jsonl").write_text(json.dumps(line) + "\n")
+    words = [*word, "target=tiny_qwen3_5", "data.paths=[data.jsonl]", "device=banana"]
+    assert cli.main(words) == 2
+    assert "'banana' can't be used" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["data.jsonl"]
+
+
+def test_checkpoints_of_an_unknown_run_are_not_gone_on_from(tmp_path):
+    tiny_cache(tmp_path / "cache")
+    train_run(tiny_config(tmp_path / "cache", tmp_path / "run", steps=1))
+    (tmp_path / "run" / "run.json").unlink()
+    with pytest.raises(MismatchError, match=r"no run\.json"):
+        train_run(tiny_config(tmp_path / "cache", tmp_path / "run", steps=2))
+    with pytest.raises(DataError, match="no run is there"):
+        measure(EvalConfig(run_dir=str(tmp_path / "run"), device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ([*TRAIN, "+optimizer.lrr=1"], "there is no key optimizer.lrr"),
+        ([*TRAIN, "experiment=nope"], "experiment/nope"),
+        ([*TRAIN, "seed=(1"], "seed=(1 can't be read; quote"),
+        ([*TRAIN, "drafter.layer_types=full_attention"], "it is a list: [a,b]"),
+        (["eval", "x", "target.name=y"], "the group is null"),
+        (["eval", "x", "target=smollm2"], "no run is there"),
+        (["plan", "tokens=1", "data.template={a: 1}", "target.num_taps=99"], "99 taps"),
+    ],
+)
+def test_overrides_say_what_is_wrong_with_them(words, named, capsys):
+    assert cli.main(words) == 2
+    shown = capsys.readouterr().err
+    assert named in shown
+    assert shown.count("\n") == 1
