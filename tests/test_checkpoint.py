@@ -40,6 +40,7 @@ def _save(run_dir, step=3, **state):
     return path, module, optimizer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adamw", "muon", "sgd"])
 def test_trap_26_42_every_tensor_comes_back_as_it_was(tmp_path, name):
     module = _module()

@@ -44,6 +44,7 @@ def config(paths, root, **more):
     return CompareConfig(runs=paths, report=str(root / "report.html"), **more)
 
 
+@pytest.mark.slow
 def test_writes_report_summary_and_record(tmp_path, capsys):
     paths = pair(tmp_path)
     cfg = config(

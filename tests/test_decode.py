@@ -80,6 +80,7 @@ def as_draft(drafter) -> decode.Draft:
 PROMPT = [5, 17, 3, 44, 8, 9, 21]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "sliding", "qwen3_5"])
 @pytest.mark.parametrize("wrong", [0.0, 0.4, 1.0])
 def test_output_is_the_targets_own(kind, wrong):
@@ -134,6 +135,7 @@ class Prophets:
         return state[0].draft(state[1], embeds_BD)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", [0.0, 0.4, 1.0])
 def test_prompts_together_are_decoded_as_alone(wrong):
     model = tiny_target()

@@ -58,6 +58,7 @@ def world(tmp_path_factory):
     return root / "cache", root / "run"
 
 
+@pytest.mark.slow
 def test_measures_and_decodes_losslessly(world, capsys):
     _, run_dir = world
     assert evaluate.evaluate(EvalConfig(run_dir=str(run_dir), max_new_tokens=20)) == 0

@@ -96,6 +96,7 @@ def local_work(stop: threading.Event, count: int = 5):
     return work, done, counted
 
 
+@pytest.mark.slow
 def test_shards_of_dead_workers_are_handed_out_again(tmp_path, monkeypatch):
     monkeypatch.setattr(local_workers, "worker_main", worker_fakes.fake)
     for number in range(2):
@@ -118,6 +119,7 @@ def test_a_stop_finishes_shards_in_hand_only(tmp_path, monkeypatch):
     assert done == [work.shards[0].ids[0]]
 
 
+@pytest.mark.slow
 def test_workers_that_keep_dying_end_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(local_workers, "worker_main", worker_fakes.die)
     work, _, _ = local_work(threading.Event())
@@ -125,6 +127,7 @@ def test_workers_that_keep_dying_end_the_run(tmp_path, monkeypatch):
         run_local(SimpleNamespace(root=str(tmp_path)), ["cpu", "cpu"], work)
 
 
+@pytest.mark.slow
 def test_what_a_worker_refuses_reaches_the_user(tmp_path, monkeypatch):
     monkeypatch.setattr(local_workers, "worker_main", worker_fakes.refuse)
     work, _, _ = local_work(threading.Event())

@@ -124,6 +124,7 @@ def test_what_is_stored_is_what_the_target_gives_for_each_sample_alone(tmp_path,
     assert info["target"]["model"] == "random://qwen3_5"
 
 
+@pytest.mark.slow
 def test_a_second_run_runs_nothing_and_loads_no_model(tmp_path, monkeypatch):
     extract(config(tmp_path))
     first = Store.open(tmp_path / "cache").resolve()
@@ -134,6 +135,7 @@ def test_a_second_run_runs_nothing_and_loads_no_model(tmp_path, monkeypatch):
     assert tree(tmp_path / "cache") == before
 
 
+@pytest.mark.slow
 def test_trap_12_new_masks_run_nothing_and_new_tokens_run_only_themselves(tmp_path, monkeypatch):
     extract(config(tmp_path))
     root = tmp_path / "cache"
@@ -193,6 +195,7 @@ def test_trap_12_another_spec_is_refused_naming_the_field(tmp_path, override, fi
     assert tree(tmp_path / "cache") == before
 
 
+@pytest.mark.slow
 def test_trap_09_a_nan_is_left_out_and_counted(tmp_path, monkeypatch, capsys):
     poisoned: dict = {}
 
@@ -253,6 +256,7 @@ def test_trap_01_the_self_test_names_the_layer_that_differs(tmp_path):
         self_test(target, spec, samples)
 
 
+@pytest.mark.slow
 def test_tokens_that_are_not_the_plans_are_refused(tmp_path):
     cfg = config(tmp_path)
     extract(cfg)
@@ -265,6 +269,7 @@ def test_tokens_that_are_not_the_plans_are_refused(tmp_path):
         runner.run(plan, {name: tokens + 1})
 
 
+@pytest.mark.slow
 def test_out_of_memory_halves_the_batch_and_names_a_lone_sample(tmp_path, monkeypatch):
     extract(config(tmp_path))
     limit = 2

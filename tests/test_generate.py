@@ -56,6 +56,7 @@ def config(tmp_path: Path, *overrides: str, family: str = "llama") -> GenerateCo
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_5", "qwen3_next"])
 def test_batched_answers_equal_single_ones_and_a_plain_greedy_loop(family, tmp_path):
     target = load_target(config(tmp_path, family=family).target)

@@ -142,6 +142,7 @@ def rows(draw):
     return lengths, sorted(anchors), chunk
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(rows(), st.sampled_from([1e-3, 0.3, 3.0, 50.0]), st.sampled_from([0.0, 0.99]), st.booleans())
 def test_any_packing_anchor_and_decay_matches_the_oracle(row, decay, same_keys, bidirectional):
@@ -174,6 +175,7 @@ def test_interleaved_reading_matches_the_oracle(lengths, anchors):
     assert compare(lengths, anchors, chunk=4, read=read) < 1e-12
 
 
+@pytest.mark.slow
 def test_trap_34_a_broken_kernel_is_refused():
     cpu = torch.device("cpu")
     assert kernels.check(cpu, 8, 4, token_by_token) < 1e-5

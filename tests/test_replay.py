@@ -58,6 +58,7 @@ def test_trap_19_both_containers_and_0_and_2_workers_give_the_same_batches(cache
     assert batches(tmp_path / "tar", workers=2) == plain
 
 
+@pytest.mark.slow
 def test_one_changed_anchor_seed_makes_compare_refuse_and_name_the_step(
     cache, tmp_path, monkeypatch, capsys
 ):

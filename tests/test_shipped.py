@@ -114,6 +114,7 @@ def test_targets_are_planned_without_files_and_the_tiny_one_loaded(option, capsy
         assert sizes == (cfg.target.num_layers, cfg.target.hidden_size, cfg.target.vocab_size)
 
 
+@pytest.mark.slow
 def test_the_options_of_extract_fill_a_cache_that_knows_its_special_tokens(tmp_path):
     assert len(of(*EXTRACT)) == 2
     chats = tmp_path / "chats.jsonl"

@@ -93,6 +93,7 @@ def test_an_unknown_override_fails_before_anything_is_written(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_unequal_token_budgets_are_refused(tmp_path):
     plan_file(tmp_path, grid={"batch.rows_per_step": [1, 2]})
     with pytest.raises(ConfigError, match="unequal token budgets"):
@@ -103,6 +104,7 @@ def test_unequal_token_budgets_are_refused(tmp_path):
     assert len(plan.trials) == 2
 
 
+@pytest.mark.slow
 def test_a_changed_plan_is_refused_or_said(tmp_path):
     plan_file(tmp_path, grid={"optimizer.lr": [1e-3, 2e-3]})
     sweep.prepare(config(tmp_path))
@@ -276,6 +278,7 @@ def two_hundred():
     return rows
 
 
+@pytest.mark.slow
 def test_the_report_of_200_trials_is_small(tmp_path):
     rows = two_hundred()
     assert len(rows) == 200

@@ -73,6 +73,7 @@ def _gradients(job, state=None):
     return {name: p.grad.clone() for name, p in job.drafter.named_parameters()}
 
 
+@pytest.mark.slow
 def test_a_run_learns_and_says_what_it_did(cache, tmp_path, capsys):
     cfg = tiny_config(cache, tmp_path / "run", steps=15, optimizer="muon")
     assert train(cfg) == 0

@@ -165,6 +165,7 @@ def test_repair_drops_a_shard_whose_sidecar_is_damaged(tmp_path):
     assert again.verify().ok
 
 
+@pytest.mark.slow
 def test_the_words_of_cache(tmp_path, capsys):
     from shared.cli import main
 
