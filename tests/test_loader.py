@@ -97,6 +97,13 @@ def test_trap_19_20_an_epoch_is_the_split_once_on_any_number_of_ranks(
         assert union == list(range(total))
 
 
+def test_trap_19_the_second_epoch_has_another_order():
+    plan = _plan(make_data(count=30)[0])
+    first, second = (np.concatenate(plan.epoch_rows(epoch)).tolist() for epoch in (0, 1))
+    assert sorted(first) == sorted(second)
+    assert first != second
+
+
 def test_trap_21_a_row_is_known_without_those_before_it():
     snapshot, _ = make_data(count=30)
     straight = [_plan(snapshot).row(number) for number in range(40)]
@@ -265,7 +272,8 @@ def test_a_feed_is_bounded():
 
 def test_trap_41_held_out_batches_are_fixed_and_one_document_each():
     snapshot, samples = make_data(count=12)
-    cfg = TrainConfig(drafter=DrafterConfig(block_size=BLOCK), batch=BatchConfig())
+    batch = BatchConfig(anchors_per_sample=3)  # fewer than there are: they are drawn
+    cfg = TrainConfig(drafter=DrafterConfig(block_size=BLOCK), batch=batch)
     digests = []
     for seed in (0, 5):
         cfg.seed = seed
