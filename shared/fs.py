@@ -13,6 +13,7 @@ import os
 import re
 import secrets
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -339,7 +340,17 @@ def sweep_staging(folder: Path) -> int:
             shutil.rmtree(lock_path.with_name(lock_path.name.removesuffix(".lock")), True)
             lock.release()
             removed += 1
+    # The temporaries of single files have no lock: a live one is renamed within seconds.
+    for path in folder.glob(".tmp-*"):
+        with contextlib.suppress(OSError):
+            if path.is_file() and path.suffix != ".lock" and _age_s(path) > 3600:
+                path.unlink()
+                removed += 1
     return removed
+
+
+def _age_s(path: Path) -> float:
+    return time.time() - path.stat().st_mtime
 
 
 def sha256_file(path: Path, *, block: int = 1 << 22) -> tuple[int, str]:

@@ -82,7 +82,7 @@ def tree(root: Path) -> dict[str, bytes]:
     files = {}
     for folder in ("shards", "jobs"):
         for path in sorted((root / folder).rglob("*")):
-            if path.is_file() and not path.name.startswith("."):
+            if path.is_file() and "/." not in str(path.relative_to(root)):
                 files[str(path.relative_to(root))] = path.read_bytes()
     return files
 

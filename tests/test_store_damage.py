@@ -51,9 +51,31 @@ def run_writer(root: Path, shards: int, container: str) -> subprocess.Popen:
 
 
 def tree(root: Path) -> dict[str, bytes]:
+    """All files but what a killed writer may leave: temporaries, which nothing reads."""
     return {
-        str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()
+        str(path.relative_to(root)): path.read_bytes()
+        for path in root.rglob("*")
+        if path.is_file() and "/.tmp-" not in str(path)
     }
+
+
+def test_what_killed_writers_left_is_swept(tmp_path):
+    from shared.fs import Staging, sweep_staging
+
+    live = Staging(tmp_path, "shard")
+    dead = tmp_path / ".tmp-dead-00000000"
+    dead.mkdir()
+    (tmp_path / ".tmp-dead-00000000.lock").touch()
+    old, young = tmp_path / ".tmp-a.json-1", tmp_path / ".tmp-b.json-2"
+    old.write_bytes(b"half")
+    young.write_bytes(b"half")
+    os.utime(old, (0, 0))
+    assert sweep_staging(tmp_path) == 2
+    assert not dead.exists()
+    assert not old.exists()
+    assert young.exists()
+    assert live.path.exists()
+    live.close()
 
 
 @pytest.mark.slow
