@@ -94,7 +94,7 @@ def _opened(override: str, schema: type) -> str:
     return f"++{override}" if equals and get_origin(kind) is dict else override
 
 
-def _unknown(schema: type, composed: dict[Any, Any], prefix: str = "") -> list[str]:
+def _unknown(schema: Any, composed: Any, prefix: str = "") -> list[str]:
     """Keys that came in by `+key=value` and that nothing would read."""
     hints, found = get_type_hints(schema), []
     for key, value in composed.items():
