@@ -94,7 +94,7 @@ class TargetCursor:
                 if _is_recurrent(layer)
             }
         states: list[Tensor] = []
-        handles = [tap.register_forward_hook(_collect(states)) for tap in self.taps]
+        handles = [tap.register_forward_hook(collect(states)) for tap in self.taps]
         try:
             output = self.model(
                 input_ids=torch.tensor([list(tokens)], device=self.device),
@@ -160,7 +160,9 @@ def _is_recurrent(layer: Any) -> bool:
     return isinstance(layer, LinearAttentionCacheLayerMixin)
 
 
-def _collect(states: list[Tensor]):
+def collect(states: list[Tensor]):
+    """A forward hook that appends a decoder layer's output [batch, N, D]."""
+
     def hook(module: torch.nn.Module, inputs: Any, output: Any) -> None:
         states.append(output[0] if isinstance(output, tuple) else output)
 

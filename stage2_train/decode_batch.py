@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from stage2_train.decode import Decoded, Draft, TargetCursor, accept_greedy, as_stored, cut
+from stage2_train.decode import Decoded, Draft, TargetCursor, accept_greedy, as_stored, collect, cut
 
 
 def batchable(model: Any) -> bool:
@@ -55,14 +55,7 @@ class BatchCursor:
         mask.masked_fill_(~seen, torch.finfo(self.dtype).min)
         position_PN = self.kept_PS.sum(1, keepdim=True) + (real_PN.cumsum(1) - 1).clamp_min(0)
         states: list[Tensor] = []
-        handles = [
-            tap.register_forward_hook(
-                lambda _module, _inputs, output: states.append(
-                    output[0] if isinstance(output, tuple) else output
-                )
-            )
-            for tap in self.taps
-        ]
+        handles = [tap.register_forward_hook(collect(states)) for tap in self.taps]
         try:
             output = self.model(
                 input_ids=ids_PN,
