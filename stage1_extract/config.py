@@ -51,7 +51,7 @@ class DataConfig:
     max_tokens: int = opt(4096, "a longer sample is cut here; its mask is cut with it", low=2)
     min_supervised: int = opt(2, "a sample with fewer supervised tokens is rejected", low=1)
     heldout: float = opt(
-        0.1, "share of samples held out from training, chosen by sample id", low=0, below=1
+        0.1, "share held out from training, by sample id, of rows without a split", low=0, below=1
     )
     heldout_seed: int = opt(0, "another seed holds out another share")
     limit: int | None = opt(None, "use only the first so many rows", low=1)
@@ -78,6 +78,7 @@ class Executor(Enum):
     auto = "auto"
     local = "local"
     torchrun = "torchrun"
+    ray = "ray"
 
 
 @dataclass
@@ -94,6 +95,9 @@ class ExtractConfig:
         1, "processes on this machine, one a GPU (0: as many as there are GPUs)", low=0
     )
     executor: Executor = opt(Executor.auto, "who runs the shards")
+    ray_address: str | None = opt(
+        None, "executor=ray: a cluster's address, or auto; null starts Ray on this machine"
+    )
     until: str | None = opt(None, "stop in time for this hour, HH:MM; the same command goes on")
     last_hidden: bool = opt(False, "also store the post-norm last hidden state (KL and L1 losses)")
     reject_threshold: float = opt(

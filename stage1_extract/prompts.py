@@ -149,7 +149,7 @@ def _samples(cfg: DataConfig, tokenizer: Any, prepared: Prepared) -> Iterator[Sa
                 yield Reject(row.source, "no tokens, or ids over 31 bits", row.name)
                 continue
             name = sample_id(tokens_T)
-            split = split_of(name, cfg.heldout, cfg.heldout_seed)
+            split = row.split or split_of(name, cfg.heldout, cfg.heldout_seed)
             mask_T = mask[: cfg.max_tokens]
             yield Sample(name, tokens_T.astype(np.int32), mask_T, split, row.source, row.name)
 

@@ -3,7 +3,7 @@
 Files: JSONL, a JSON array, Parquet; .gz and .zst around the first two. Rows, by their keys:
 `messages` (OpenAI), `conversations` (ShareGPT), `turns` (user prompts only), `instruction` and
 `output` (Alpaca), `prompt` and `completion` (or `response`), `text` (preformatted), `input_ids`
-(with `loss_mask`).
+(with `loss_mask`). `split` of a row (train; heldout, eval, test, validation) puts it there.
 """
 
 import glob
@@ -14,7 +14,7 @@ import os
 import re
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,9 @@ ROLES = {
     "observation": "tool",
 }
 
-
+SPLITS = {"train": "train"} | dict.fromkeys(
+    ("heldout", "held-out", "eval", "test", "validation"), "heldout"
+)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")  # escaped, or as bytes
 
 
@@ -57,6 +59,7 @@ class Row:
     text: str | None = None
     input_ids: list[int] | None = None
     loss_mask: list[int] | None = None
+    split: str | None = None  # "train" or "heldout"; None: chosen by the sample id
 
 
 @dataclass(frozen=True)
@@ -192,6 +195,15 @@ def normalize(item: Any, source: str, name: str | None = None) -> Row:
     """
     if not isinstance(item, dict):
         raise BadRow(f"the line is a {type(item).__name__}, not an object")
+    row = _by_keys(item, source, name)
+    if item.get("split") is None:
+        return row
+    if not isinstance(item["split"], str) or item["split"] not in SPLITS:
+        raise BadRow(f"split is none of {', '.join(SPLITS)} ({item['split']!r})")
+    return replace(row, split=SPLITS[item["split"]])
+
+
+def _by_keys(item: dict[str, Any], source: str, name: str | None) -> Row:
     system = item.get("system")
     if system is not None and not isinstance(system, str):
         raise BadRow("system is not text")

@@ -296,6 +296,15 @@ def test_the_split_is_a_function_of_the_id_alone():
     assert all(split_of(name, 0.0, 0) == "train" for name in ids)
 
 
+def test_a_row_that_names_its_split_is_put_there(tmp_path):
+    rows = [{"prompt": f"p{i}", "completion": "y", "split": s}
+            for i, s in enumerate(["train", "eval", "test", "dev"])]  # fmt: skip
+    data = DataConfig(paths=write(tmp_path / "x.jsonl", rows), heldout=0.0)
+    prepared = prepare(data, tokenizer())
+    assert [sample.split for sample in prepared.samples] == ["train", "heldout", "heldout"]
+    assert "'dev'" in prepared.rejects[0].reason
+
+
 def test_rows_keep_system_prompts_and_limits(tmp_path):
     row = normalize({"system": "be short", "conversations": [{"from": "human", "value": "x"}]}, "s")
     assert row.messages == [
