@@ -5,6 +5,7 @@ and torch, and every machine, decode a chunk to the same bits.
 R: rows of a chunk; L: states; D: channels; G: groups of channels.
 """
 
+import math
 import struct
 import warnings
 from dataclasses import dataclass
@@ -58,91 +59,154 @@ class RoundedCodec(BloscCodec):
 
 
 @dataclass(frozen=True)
-class Int8Codec:
-    """int8 in groups of 64 channels, after channels are brought to one scale.
+class GroupCodec:
+    """What int8 and int4 share: channels brought to one scale, then small integers in groups.
 
-    value = q * channel * scale; q in [-127, 127]; channel = 2**(k / 4) with k (int8) one per
-    state and channel of the chunk; scale (bf16) one per row, state and group. 8.25 bits a value.
-    A chunk: header, Blosc of [k, scales], q of the real rows only.
+    value = q * channel * scale (FORMAT.md has the order); channel = 2**(k / 4) with k (int8) one
+    per state and channel of the chunk; scale (bf16) one per row, state and group. A chunk: header,
+    Blosc of [k, high bytes and low bytes of the scales], q of the real rows only.
     """
 
-    name: str = "int8"
+    name: str
+    group: int
     lossy: bool = True
-    group: int = 64
-    magic: ClassVar[bytes] = b"dti8"
+    magic: ClassVar[bytes]
+    top: ClassVar[int]
+    fallback: ClassVar[int]  # k of all channels where a channel's own one would overflow
 
-    def zarr_codecs(self) -> list[dict[str, Any]]:
-        return [{"name": "drafttape.int8", "configuration": {"group": self.group}}]
+    def turned(self, y_RLD: np.ndarray) -> np.ndarray:
+        """What is quantised of the scaled channels."""
+        return y_RLD
+
+    def width(self, hidden_size: int) -> int:
+        """Channels that are quantised, pads included."""
+        return hidden_size
+
+    def pack(self, q_RLD: np.ndarray) -> bytes:
+        raise NotImplementedError
+
+    def unpack(self, body: np.ndarray) -> np.ndarray:
+        """int8, the integers of `pack`, flat."""
+        raise NotImplementedError
+
+    def packed_size(self, rows: int, num_states: int, hidden_size: int) -> int:
+        """Bytes that `pack` gives."""
+        raise NotImplementedError
 
     def encode(self, rows_RLD: np.ndarray, chunk_tokens: int) -> bytes:
         check_finite(rows_RLD, self.name)
         x_RLD = to_float(rows_RLD)
         k_LD = channel_exponents(x_RLD)
-        with np.errstate(over="ignore"):
-            y_RLD = x_RLD / exp2_quarter(k_LD)
+        with np.errstate(over="ignore", invalid="ignore"):
+            y_RLD = self.turned(x_RLD / exp2_quarter(k_LD))
         if not np.isfinite(y_RLD).all():
-            k_LD, y_RLD = np.zeros_like(k_LD), x_RLD
-        y_RLGg, scale_RLG = scaled_groups(y_RLD, self.group, 127)
+            k_LD = np.full_like(k_LD, self.fallback)
+            y_RLD = self.turned(x_RLD / exp2_quarter(k_LD))
+        y_RLGg, scale_RLG = scaled_groups(y_RLD, self.group, self.top)
         q_RLD = np.rint(y_RLGg).astype(np.int8).reshape(*y_RLD.shape[:2], -1)
-        q_RLD = q_RLD[..., : y_RLD.shape[2]]
         side = pack_side(k_LD, scale_RLG)
         head = _HEAD.pack(self.magic, len(rows_RLD), len(side), 0)
-        return head + side + np.ascontiguousarray(q_RLD).tobytes()
+        return head + side + self.pack(q_RLD[..., : self.width(rows_RLD.shape[2])])
 
-    def decode(self, data: Any, out_RLD: np.ndarray, chunk_tokens: int) -> None:
-        shape = out_RLD.shape
-        rows, k_LD, scale_RLG, body = unpack_side(self, data, out_RLD, self.group, chunk_tokens)
-        if len(body) != rows * shape[1] * shape[2]:
+    def parts(
+        self, data: Any, shape: tuple[int, ...], chunk_tokens: int
+    ) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
+        """(rows, k [L, D], scale [R, L, G] float32, the packed integers) of a chunk.
+
+        Args:
+            shape: at most as many rows as the chunk has, L, D.
+
+        Raises:
+            CorruptionError: the chunk is not one of this codec, or too short.
+        """
+        data_N = np.frombuffer(data, np.uint8)
+        if len(data_N) < _HEAD.size:
+            raise CorruptionError("a chunk is shorter than its header")
+        magic, rows, size, zero = _HEAD.unpack(data_N[: _HEAD.size].tobytes())
+        wanted, states, hidden_size = shape
+        if magic != self.magic or zero or not wanted <= rows <= chunk_tokens:
+            raise CorruptionError(f"not a chunk of codec {self.name} with {wanted} rows")
+        groups = -(-self.width(hidden_size) // self.group)
+        packed, body = data_N[_HEAD.size :][:size], data_N[_HEAD.size + size :]
+        k_LD, scale_RLG = unpack_side(packed, (states, hidden_size), (rows, states, groups))
+        if len(body) != self.packed_size(rows, states, hidden_size):
             raise CorruptionError(f"a chunk has {len(body)} quantised bytes for {rows} rows")
-        q_RLD = np.frombuffer(body, np.int8).reshape(rows, *shape[1:])[: shape[0]]
-        dequantise(q_RLD, exp2_quarter(k_LD), scale_RLG[: shape[0]], self.group, out_RLD)
+        return rows, k_LD, scale_RLG, body
 
 
 @dataclass(frozen=True)
-class Int4Codec:
+class Int8Codec(GroupCodec):
+    """int8 in groups of 64 channels; q in [-127, 127]. 8.25 bits a value."""
+
+    name: str = "int8"
+    group: int = 64
+    magic: ClassVar[bytes] = b"dti8"
+    top: ClassVar[int] = 127
+    fallback: ClassVar[int] = 0
+
+    def zarr_codecs(self) -> list[dict[str, Any]]:
+        return [{"name": "drafttape.int8", "configuration": {"group": self.group}}]
+
+    def pack(self, q_RLD: np.ndarray) -> bytes:
+        return np.ascontiguousarray(q_RLD).tobytes()
+
+    def unpack(self, body: np.ndarray) -> np.ndarray:
+        return body.view(np.int8)
+
+    def packed_size(self, rows: int, num_states: int, hidden_size: int) -> int:
+        return rows * num_states * hidden_size
+
+    def decode(self, data: Any, out_RLD: np.ndarray, chunk_tokens: int) -> None:
+        wanted, *inner = out_RLD.shape
+        rows, k_LD, scale_RLG, body = self.parts(data, out_RLD.shape, chunk_tokens)
+        q_RLD = self.unpack(body).reshape(rows, *inner)[:wanted]
+        dequantise(q_RLD, exp2_quarter(k_LD), scale_RLG[:wanted], self.group, out_RLD)
+
+
+@dataclass(frozen=True)
+class Int4Codec(GroupCodec):
     """Experimental: int4 in groups of 32 after a Hadamard rotation of 64 channels. 4.5 bits.
 
     Its loss is large (see codec-report); it is there to measure what a drafter tolerates.
     """
 
     name: str = "int4"
-    lossy: bool = True
     group: int = 32
     rotation: int = 64
     magic: ClassVar[bytes] = b"dti4"
+    top: ClassVar[int] = 7
+    fallback: ClassVar[int] = 24  # 2**(24 / 4) = 64: the rotation's sums stay finite
 
     def zarr_codecs(self) -> list[dict[str, Any]]:
         configuration = {"group": self.group, "rotation": self.rotation}
         return [{"name": "drafttape.int4", "configuration": configuration}]
 
-    def encode(self, rows_RLD: np.ndarray, chunk_tokens: int) -> bytes:
-        check_finite(rows_RLD, self.name)
-        x_RLD = to_float(rows_RLD)
-        k_LD = channel_exponents(x_RLD)
-        with np.errstate(over="ignore", invalid="ignore"):
-            y_RLD = rotate(x_RLD / exp2_quarter(k_LD), self.rotation)
-        if not np.isfinite(y_RLD).all():
-            k_LD, y_RLD = np.zeros_like(k_LD), rotate(x_RLD * np.float32(1 / 64), self.rotation)
-            k_LD += 24  # 2**(24 / 4) = 64: the rotation's sums stay finite
-        y_RLGg, scale_RLG = scaled_groups(y_RLD, self.group, 7)
-        q = np.rint(y_RLGg).astype(np.int8).reshape(-1, 2) + 8
-        side = pack_side(k_LD, scale_RLG)
-        head = _HEAD.pack(self.magic, len(rows_RLD), len(side), 0)
-        return head + side + (q[:, 0] | (q[:, 1] << 4)).astype(np.uint8).tobytes()
+    def turned(self, y_RLD: np.ndarray) -> np.ndarray:
+        return rotate(y_RLD, self.rotation)
+
+    def width(self, hidden_size: int) -> int:
+        return -(-hidden_size // self.rotation) * self.rotation
+
+    def pack(self, q_RLD: np.ndarray) -> bytes:
+        q = q_RLD.reshape(-1, 2) + 8
+        return (q[:, 0] | (q[:, 1] << 4)).astype(np.uint8).tobytes()
+
+    def unpack(self, body: np.ndarray) -> np.ndarray:
+        q = np.empty((body.size, 2), np.int8)
+        q[:, 0], q[:, 1] = body & 15, body >> 4
+        return q.reshape(-1) - np.int8(8)
+
+    def packed_size(self, rows: int, num_states: int, hidden_size: int) -> int:
+        return rows * num_states * self.width(hidden_size) // 2
 
     def decode(self, data: Any, out_RLD: np.ndarray, chunk_tokens: int) -> None:
-        _, num_states, size = out_RLD.shape
-        rows, k_LD, scale_RLG, body = unpack_side(self, data, out_RLD, self.group, chunk_tokens)
-        width = -(-size // self.rotation) * self.rotation
-        if len(body) != rows * num_states * width // 2:
-            raise CorruptionError(f"a chunk has {len(body)} quantised bytes for {rows} rows")
-        packed = np.frombuffer(body, np.uint8)[: out_RLD.shape[0] * num_states * width // 2]
-        q = np.empty((packed.size, 2), np.int8)
-        q[:, 0], q[:, 1] = packed & 15, packed >> 4
-        q_RLGg = q.reshape(len(out_RLD), num_states, -1, self.group) - np.int8(8)
+        wanted, num_states, size = out_RLD.shape
+        _, k_LD, scale_RLG, body = self.parts(data, out_RLD.shape, chunk_tokens)
+        needed = self.packed_size(wanted, num_states, size)
+        q_RLGg = self.unpack(body[:needed]).reshape(wanted, num_states, -1, self.group)
         with np.errstate(over="ignore", invalid="ignore"):
-            y = q_RLGg.astype(np.float32) * scale_RLG[: len(out_RLD), ..., None]
-            y_RLD = rotate(y.reshape(len(out_RLD), num_states, width), self.rotation)
+            y = q_RLGg.astype(np.float32) * scale_RLG[:wanted, ..., None]
+            y_RLD = self.turned(y.reshape(wanted, num_states, -1))
             x_RLD = y_RLD[..., :size] * exp2_quarter(k_LD)
         out_RLD[:] = to_bits(np.clip(x_RLD, -_MAX, _MAX))
 
@@ -155,7 +219,7 @@ _EXP2 = np.ldexp(_QUARTERS[_K & 3], _K >> 2).astype(np.float32)
 
 def exp2_quarter(k: np.ndarray) -> np.ndarray:
     """2**(k / 4) of int8 k in float32, the same bits everywhere."""
-    return _EXP2[k.view(np.uint8)]
+    return _EXP2.take(k.view(np.uint8))
 
 
 def channel_exponents(x_RLD: np.ndarray) -> np.ndarray:
@@ -186,43 +250,30 @@ def scaled_groups(y_RLD: np.ndarray, group: int, top: int) -> tuple[np.ndarray, 
 
 
 def pack_side(k_LD: np.ndarray, scale_RLG: np.ndarray) -> bytes:
-    """Channel exponents and scales, compressed."""
+    """Channel exponents and scales, compressed by what decodes them fastest."""
     scales = to_bits(scale_RLG)
     planes = k_LD.tobytes() + (scales >> 8).astype("u1").tobytes() + scales.astype("u1").tobytes()
-    return blosc().compress(np.frombuffer(planes, np.uint8), b"zstd", 1, blosc().SHUFFLE, 0)
+    return blosc().compress(np.frombuffer(planes, np.uint8), b"lz4", 9, blosc().NOSHUFFLE, 0)
 
 
 def unpack_side(
-    codec: Any, data: Any, out_RLD: np.ndarray, group: int, chunk_tokens: int
-) -> tuple[int, np.ndarray, np.ndarray, memoryview]:
-    """(rows, k [L, D], scale [R, L, G] float32, the quantised bytes) of a chunk.
+    packed: np.ndarray, channels: tuple[int, int], scales: tuple[int, int, int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """(k [L, D] int8, scale [R, L, G] float32) of these shapes.
 
     Raises:
-        CorruptionError: the chunk is not one of this codec, or too short.
+        CorruptionError: they aren't there.
     """
-    view = memoryview(data).cast("B")
-    if len(view) < _HEAD.size:
-        raise CorruptionError("a chunk is shorter than its header")
-    magic, rows, size, zero = _HEAD.unpack_from(view)
-    wanted, states, width = out_RLD.shape
-    if magic != codec.magic or zero or not wanted <= rows <= chunk_tokens:
-        raise CorruptionError(f"not a chunk of codec {codec.name} with {wanted} rows")
-    padded_width = width
-    if isinstance(codec, Int4Codec):
-        padded_width = -(-width // codec.rotation) * codec.rotation
-    groups = -(-padded_width // group)
-    count = rows * states * groups
-    side = np.empty(states * width + 2 * count, np.uint8)
-    packed = view[_HEAD.size : _HEAD.size + size]
+    split, count = math.prod(channels), math.prod(scales)
+    side = np.empty(split + 2 * count, np.uint8)
     check_blosc(packed, side.size)
     try:
         blosc().decompress(packed, side)
     except RuntimeError as error:
         raise CorruptionError(f"a chunk's scales can't be decoded ({error})") from None
-    k_LD = side[: states * width].view(np.int8).reshape(states, width)
-    high, low = side[states * width :].reshape(2, count)
-    scales = (high.astype(np.uint16) << 8) | low
-    return rows, k_LD, to_float(scales).reshape(rows, states, groups), view[_HEAD.size + size :]
+    high, low = side[split:].reshape(2, count)
+    bits = np.left_shift(high, 24, dtype=np.uint32) | np.left_shift(low, 16, dtype=np.uint32)
+    return side[:split].view(np.int8).reshape(channels), bits.view(np.float32).reshape(scales)
 
 
 def rotate(y_RLD: np.ndarray, width: int) -> np.ndarray:
