@@ -174,8 +174,14 @@ def _verify_snapshots(store: "Store", report: VerifyReport, committed: dict[str,
     pointers = [f"snapshots/names/{name}" for name in store.files.names("snapshots/names")]
     if store.files.exists("snapshots/latest"):
         pointers.append("snapshots/latest")
+    elif ids:  # a writer makes it right after the first snapshot
+        report.problems.append(
+            "snapshots/latest is missing; drafttape extract with the same data makes it again"
+        )
+        report.bad_files.append("snapshots/latest")
     for pointer in pointers:
         report.files += 1
         with _collect(report, pointer):
             if (target := store._pointer(pointer)) not in ids:
                 report.problems.append(f"{pointer} names snapshot {target}, which is not there")
+                report.bad_files.append(pointer)

@@ -15,6 +15,7 @@ import pytest
 from store_tools import SPEC, fill, rows_of, samples, states
 
 from shared.errors import CacheError, CorruptionError, DrafttapeError
+from shared.fs import seal_json
 from shared.store import Store
 
 CONTAINERS = ["zarr", "webdataset"]
@@ -220,6 +221,22 @@ def test_trap_17_every_flip_and_cut_is_found_and_nothing_bad_is_read(tmp_path, c
                 path.write_bytes(damaged)
                 _check_found(root, path, truth)
         path.write_bytes(whole)
+    assert store.verify().ok
+
+
+def test_a_missing_or_dangling_latest_is_reported(tmp_path):
+    store, truth = fill(tmp_path / "c", [[5]])
+    assert store.verify().ok  # no snapshot yet, so none is the latest
+    store.write_snapshot(rows_of(truth), {}, name="all")
+    latest = tmp_path / "c" / "snapshots" / "latest"
+    store.files.write("snapshots/latest", seal_json({"snapshot": "0" * 32}))
+    report = store.verify()
+    assert "latest names snapshot 000" in report.problems[0]
+    latest.unlink()
+    report = store.verify()
+    assert "latest is missing" in report.problems[0]
+    assert report.bad_files == ["snapshots/latest"]
+    store.write_snapshot(rows_of(truth), {}, name="all")
     assert store.verify().ok
 
 
