@@ -63,10 +63,10 @@ def disk_fault(error: OSError) -> CacheError | None:
     return CacheError(what, where=error.filename, do=do)
 
 
-def seal_json(document: dict[str, Any]) -> bytes:
+def seal_json(document: dict[str, Any], *, allow_nan: bool = False) -> bytes:
     """A JSON object, one line per top-level key, with the checksum of all before it."""
     lines = [
-        f"{json.dumps(key)}: {json.dumps(value, separators=(',', ':'), allow_nan=False)}"
+        f"{json.dumps(key)}: {json.dumps(value, separators=(',', ':'), allow_nan=allow_nan)}"
         for key, value in document.items()
     ]
     body = ("{\n" + ",\n".join(lines)).encode()

@@ -1,7 +1,7 @@
 """Checkpoints: everything that the rest of a run is a function of, whole or not at all.
 
 `checkpoints/step-000150/`: `model.safetensors` (fp32 masters), `optimizer.safetensors` (states by
-parameter name), `state.json` (step, digest, totals, and a crc32c of each file; written last). A
+parameter name), `state.json` (step, digest, totals, a crc32c of each file; sealed, written last). A
 checkpoint is written beside its place, fsynced and renamed. Order and anchors are pure functions of
 the step, so no generator state is saved. Tensors are never cast.
 """
@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from shared.errors import CorruptionError, MismatchError
-from shared.fs import disk_errors, fsync_path, write_atomic
+from shared.fs import disk_errors, fsync_path, seal_json, unseal_json, write_atomic
 
 FOLDER = "checkpoints"
 FILES = ("model.safetensors", "optimizer.safetensors")
@@ -65,8 +65,9 @@ def save(
                 raise OSError(str(error)) from error
             fsync_path(temporary / file)
             checksums[file] = _crc(temporary / file)
-        document = {"format": 1, "step": step, **state, "crc32c": checksums}
-        write_atomic(temporary / "state.json", json.dumps(document, indent=1).encode() + b"\n")
+        document = {"format": 2, "step": step, **state, "crc32c": checksums}
+        # A step that met a NaN is a state too.
+        write_atomic(temporary / "state.json", seal_json(document, allow_nan=True))
         if final.exists():  # the same step again after a resume: equal, but whole beats old
             shutil.rmtree(final)
         temporary.rename(final)
@@ -104,13 +105,17 @@ def load_state(path: Path) -> dict[str, Any]:
     """`state.json` of a checkpoint directory.
 
     Raises:
-        CorruptionError: it is missing or not JSON.
+        CorruptionError: it is missing, cut or changed.
     """
+    where = path / "state.json"
     try:
-        state: dict[str, Any] = json.loads((path / "state.json").read_text())
+        data = where.read_bytes()
+        if data.startswith(b'{\n "format": 1,'):  # written before it was sealed
+            state: dict[str, Any] = json.loads(data)
+            return state
+        return unseal_json(data, where)
     except (OSError, ValueError) as error:
         raise CorruptionError(f"the checkpoint can't be read ({error})", where=path) from None
-    return state
 
 
 def load_parameters(module: torch.nn.Module, tensors: dict[str, torch.Tensor], where: Path) -> None:

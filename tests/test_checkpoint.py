@@ -1,5 +1,6 @@
 """Checkpoints: exact, atomic, and loud when damaged."""
 
+import json
 import math
 
 import pytest
@@ -89,7 +90,7 @@ def test_trap_26_a_missing_or_unknown_key_is_an_error(tmp_path):
         checkpoint.load_parameters(module, model, path)
 
 
-@pytest.mark.parametrize("file", checkpoint.FILES)
+@pytest.mark.parametrize("file", [*checkpoint.FILES, "state.json"])
 @pytest.mark.parametrize("damage", ["flip", "cut", "gone"])
 def test_damage_is_named(tmp_path, file, damage):
     path, _, _ = _save(tmp_path)
@@ -143,3 +144,10 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     _save(tmp_path, 3, digest="old")
     path, _, _ = _save(tmp_path, 3, digest="new")
     assert checkpoint.load_state(path)["digest"] == "new"
+
+
+def test_a_state_from_before_it_was_sealed_is_read(tmp_path):
+    path, _, _ = _save(tmp_path, digest="ab")
+    state = checkpoint.load_state(path) | {"format": 1}
+    (path / "state.json").write_text(json.dumps(state, indent=1) + "\n")
+    assert checkpoint.load(path)[2]["digest"] == "ab"
