@@ -8,8 +8,11 @@ One step, for every matrix with a gradient:
     p  -= lr * scale(part) * polar(u[part])   for each part of p
 
 Parts of one shape are gathered over all matrices into chunks of a bounded size, so many small heads
-cost one batched call, and memory beyond the momentum is one chunk in float32 plus two in the
-compute dtype. `p.grad` is never written; without a gradient a matrix is not even decayed.
+cost one batched call. Memory beyond the momentum is two copies of a chunk, its parts and their
+iterate or what is sent and what is received, and the n x n scratch of the parts in one call.
+`p.grad` is never written; without a gradient a matrix is not even decayed. Under FSDP2 momentum is
+cut as its parameter is, and `ownership` says who orthogonalises what: exchanges are not overlapped
+with work, for a rank's share of them is small (1.7 B parameters on 64 ranks: 0.1 GB a step).
 
 The published implementations differ in convention: torch and Keller Jordan's average (EMA, as
 here), Moonlight and dion sum (`buf = mu*buf + g`, `u = g + mu*buf`). Orthogonalisation forgets the
@@ -18,15 +21,16 @@ scale, so at a constant mu both give one direction.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from shared.errors import ConfigError, TrainingError
+from shared.errors import TrainingError
 from stage2_train import orthogonalize as ortho
 from stage2_train import ownership
-from stage2_train.param_rules import Parts, blocks
+from stage2_train.muon_chunks import Chunk, Run, placed, plan_chunks
+from stage2_train.ownership import local
+from stage2_train.param_rules import Parts
 
 CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}  # most elements orthogonalised in one call
 
@@ -40,74 +44,6 @@ def shape_factor(scale: str, rows: int, cols: int, target_rms: float) -> float:
     if scale == "moonlight":
         return target_rms * math.sqrt(max(rows, cols))
     return math.sqrt(max(1.0, rows / cols)) if scale == "kj" else 1.0
-
-
-@dataclass(frozen=True)
-class Piece:
-    """`heads` equal row blocks of parameter `index`, at rows `offset`.. of a chunk's slots."""
-
-    index: int
-    rows: tuple[int, int, int]  # start, stop, step
-    heads: int
-    slot: int
-    offset: int
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """View [heads, rows, cols] of a matrix."""
-        start, stop, step = self.rows
-        return tensor[start:stop:step].unflatten(0, (self.heads, -1))
-
-    def at(self, stage_BNM: Tensor) -> Tensor:
-        """The matching view of the chunk."""
-        height = len(range(*self.rows)) // self.heads
-        return stage_BNM[self.slot : self.slot + self.heads, self.offset : self.offset + height]
-
-
-@dataclass
-class Chunk:
-    """Up to a bounded number of equally shaped parts that are orthogonalised in one call."""
-
-    rows: int
-    cols: int
-    size: int = 0  # parts
-    pieces: list[Piece] = field(default_factory=list)
-
-
-def plan_chunks(
-    matrices: Sequence[tuple[int, tuple[int, int], Parts]], head_group: int, most_elements: int
-) -> list[Chunk]:
-    """Gathers equal parts of all matrices (index, shape, parts) into chunks, in a fixed order."""
-    chunks: list[Chunk] = []
-    open_chunks: dict[tuple[int, int], Chunk] = {}
-    for index, (_, cols), parts in matrices:
-        for block in blocks(parts, head_group):
-            shape = (block.rows, cols)
-            capacity = max(1, most_elements // (block.rows * cols))
-            chunk = open_chunks.get(shape)
-            if chunk is None or chunk.size == capacity:
-                chunk = open_chunks[shape] = Chunk(*shape)
-                chunks.append(chunk)
-            _place(chunk, index, block.slices)
-    return chunks
-
-
-def _place(chunk: Chunk, index: int, slices: tuple[tuple[int, int, int], ...]) -> None:
-    """Adds a part; a part right below the last piece's rows extends that piece."""
-    last = chunk.pieces[-1] if chunk.pieces else None
-    start, stop, step = slices[0]
-    if last is not None and len(slices) == 1 and last.index == index and last.offset == 0:
-        height = len(range(*last.rows)) // last.heads
-        begin, end = last.rows[0], range(*last.rows)[-1]
-        if height == chunk.rows and last.rows[2] == step and end + step == start:
-            grown = Piece(index, (begin, stop, step), last.heads + 1, last.slot, 0)
-            chunk.pieces[-1] = grown
-            chunk.size += 1
-            return
-    offset = 0
-    for piece in slices:
-        chunk.pieces.append(Piece(index, piece, 1, chunk.size, offset))
-        offset += len(range(*piece))
-    chunk.size += 1
 
 
 class Muon(torch.optim.Optimizer):
@@ -143,19 +79,13 @@ class Muon(torch.optim.Optimizer):
         self.polynomial, self.steps = polynomial, steps
         self.scale, self.target_rms = scale, target_rms
         self.head_group, self.dtype = head_group, dtype
-        self.rank, self.world = ownership.here()
         self._parts, self._names = parts, names
-        self._plans: dict[tuple[int, ...], list[Chunk]] = {}
+        self._plans: dict[tuple[int, ...], tuple[list[Chunk], list[dict[int, int]]]] = {}
         self._buffers: dict[tuple, Tensor] = {}
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if hasattr(parameter, "full_tensor"):
-                    raise ConfigError(
-                        "Muon can't own a sharded parameter (DTensor)",
-                        where=names[id(parameter)],
-                        do="Use data parallelism (torchrun), where Muon's work is shared by ranks",
-                    )
-                self.state[parameter]["momentum"] = torch.zeros_like(parameter, dtype=torch.float32)
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        self.grid = ownership.Grid.of(parameters[0])
+        for parameter in parameters:
+            self.state[parameter]["momentum"] = torch.zeros_like(parameter, dtype=torch.float32)
 
     @torch.no_grad()
     def step(self, closure=None, *, checked: bool = False):
@@ -175,33 +105,37 @@ class Muon(torch.optim.Optimizer):
             self._check_finite([p for p, _ in owners])
         self._accumulate(owners)
         for group in self.param_groups:
-            shrunk = [p for p in group["params"] if p.grad is not None]
+            shrunk = [local(p) for p in group["params"] if p.grad is not None]
             if group["weight_decay"] and shrunk:
                 torch._foreach_mul_(shrunk, 1 - group["lr"] * group["weight_decay"])
-        chunks = self._plan(owners)
-        if self.world == 1:
-            for chunk in chunks:
-                self._apply(chunk, owners, self._direction(chunk, owners))
-        else:
-            self._step_by_owner(chunks, owners)
+        chunks, turns = self._plan(owners)
+        for turn in turns:
+            self._turn({rank: chunks[item] for rank, item in turn.items()}, owners)
         return loss
 
-    def _step_by_owner(self, chunks: list[Chunk], owners: list[tuple[Tensor, dict]]) -> None:
-        """Each rank orthogonalises its own chunks; see `ownership`."""
-        costs = [ownership.flops(c.rows, c.cols, c.size, self.steps) for c in chunks]
-        for turn in ownership.rounds(ownership.assign(costs, self.world), self.world):
-            mine = [item for owner, item in turn if owner == self.rank]
-            result_BNM = self._direction(chunks[mine[0]], owners) if mine else None
-            for owner, item in turn:
-                chunk = chunks[item]
-                shape = (chunk.size, chunk.rows, chunk.cols)
-                if owner == self.rank:
-                    received_BNM = result_BNM.contiguous()
-                else:
-                    device = owners[0][0].device
-                    received_BNM = self._buffer("received", shape, self.compute_dtype(), device)
-                ownership.receive(received_BNM, owner)
-                self._apply(chunk, owners, received_BNM)
+    def _turn(self, turn: dict[int, Chunk], owners: list[tuple[Tensor, dict]]) -> None:
+        """One round: at most one chunk a rank is orthogonalised, and applied on all ranks."""
+        grid = self.grid
+        mine = turn.get(grid.rank)
+        near = [turn.get(grid.replica * grid.shards + s) for s in range(grid.shards)]
+        apart = any(chunk.home is None for chunk in turn.values()) and any(near)
+        stage_BNM = self._gather(near, mine, owners) if apart else self._fill(mine, owners)
+        result_BNM = None if stage_BNM is None else self._direction(stage_BNM)
+        del stage_BNM
+        for replica in range(grid.replicas):
+            theirs = [turn.get(replica * grid.shards + s) for s in range(grid.shards)]
+            size = sum(chunk.count(grid.shard) for chunk in theirs if chunk)
+            if replica == grid.replica and apart:
+                flat = self._scatter(near, mine, result_BNM)
+            if not size:
+                continue
+            if replica != grid.replica:
+                flat = torch.empty(size, dtype=self.compute_dtype(), device=self._device(owners))
+            elif not apart:
+                flat = result_BNM.contiguous().view(-1)
+            if grid.replicas > 1:
+                grid.copy(flat, replica)
+            self._apply(theirs, owners, flat)
 
     def compute_dtype(self) -> torch.dtype:
         """Dtype of the multiplications."""
@@ -210,45 +144,102 @@ class Muon(torch.optim.Optimizer):
         return self.dtype or ortho.compute_dtype(self.param_groups[0]["params"][0].device)
 
     def _check_finite(self, parameters: list[Tensor]) -> None:
-        norms = torch._foreach_norm([p.grad for p in parameters], float("inf"))
-        if not torch.stack(norms).isfinite().all():
-            bad = [
-                self._names[id(p)]
-                for p, n in zip(parameters, norms, strict=True)
-                if not n.isfinite()
-            ]
-            raise TrainingError("the gradient is not finite", where=bad[0])
+        gradients = [local(p.grad) for p in parameters]
+        bad = torch.stack([(~gradient.isfinite()).sum() for gradient in gradients]).double()
+        if self.grid.total(bad).any():
+            first = parameters[int(bad.nonzero()[0])]
+            raise TrainingError("the gradient is not finite", where=self._names[id(first)])
 
     def _accumulate(self, owners: list[tuple[Tensor, dict]]) -> None:
-        buffers = [self.state[p]["momentum"] for p, _ in owners]
-        gradients = [p.grad for p, _ in owners]
+        buffers = [local(self.state[p]["momentum"]) for p, _ in owners]
+        gradients = [local(p.grad) for p, _ in owners]
         if all(gradient.dtype == torch.float32 for gradient in gradients):
             torch._foreach_lerp_(buffers, gradients, 1 - self.momentum)
             return
         for buffer, gradient in zip(buffers, gradients, strict=True):
             buffer.lerp_(gradient.float(), 1 - self.momentum)
 
-    def _plan(self, owners: list[tuple[Tensor, dict]]) -> list[Chunk]:
+    def _plan(self, owners: list[tuple[Tensor, dict]]) -> tuple[list[Chunk], list[dict[int, int]]]:
+        """Chunks, and {owner: chunk} of each round: first those that need no exchange."""
         key = tuple(id(p) for p, _ in owners)
         if key not in self._plans:
+            grid = self.grid
             matrices = [(i, tuple(p.shape), self._parts[id(p)]) for i, (p, _) in enumerate(owners)]
-            most = CHUNK_ELEMENTS.get(owners[0][0].device.type, CHUNK_ELEMENTS["cuda"])
-            self._plans[key] = plan_chunks(matrices, self.head_group, most)
+            most = CHUNK_ELEMENTS.get(self._device(owners).type, CHUNK_ELEMENTS["cuda"])
+            chunks = plan_chunks(matrices, self.head_group, most, grid.shards)
+            costs = [ownership.flops(c.rows, c.cols, c.size, self.steps) for c in chunks]
+            bound = [
+                None if c.home is None else range(c.home, grid.world, grid.shards) for c in chunks
+            ]
+            ranks = ownership.assign(costs, grid.world, bound)
+            turns = []
+            for apart in (False, True):
+                items = [i for i, c in enumerate(chunks) if (c.home is None) == apart]
+                turns += ownership.rounds(ranks, grid.world, items)
+            self._plans[key] = chunks, turns
         return self._plans[key]
 
-    def _direction(self, chunk: Chunk, owners: list[tuple[Tensor, dict]]) -> Tensor:
-        """Orthogonalised momentum of a chunk [size, rows, cols], in the compute dtype."""
-        shape = (chunk.size, chunk.rows, chunk.cols)
-        device = owners[0][0].device
-        stage_BNM = self._buffer("stage", shape, torch.float32, device)
-        for piece in chunk.pieces:
-            parameter = owners[piece.index][0]
-            buffer, slot = piece.of(self.state[parameter]["momentum"]), piece.at(stage_BNM)
-            if self.nesterov:
-                gradient = piece.of(parameter.grad).float()
-                torch.lerp(gradient, buffer, self.momentum, out=slot)
-            else:
-                slot.copy_(buffer)
+    def _device(self, owners: list[tuple[Tensor, dict]]) -> torch.device:
+        return owners[0][0].device
+
+    def _low(self, parameter: Tensor) -> int:
+        """The first row of a parameter that this rank holds."""
+        return ownership.edges(parameter.shape[0], self.grid.shards)[self.grid.shard][0]
+
+    def _momentum(self, run: Run, parameter: Tensor, out: Tensor) -> None:
+        """Writes what is orthogonalised (Nesterov's look ahead, or the average) for held rows."""
+        low = self._low(parameter)
+        buffer = run.of(local(self.state[parameter]["momentum"]), low)
+        if self.nesterov:
+            gradient = run.of(local(parameter.grad), low).float()
+            torch.lerp(gradient, buffer, self.momentum, out=out)
+        else:
+            out.copy_(buffer)
+
+    def _fill(self, chunk: Chunk | None, owners: list[tuple[Tensor, dict]]) -> Tensor | None:
+        """A chunk [size, rows, cols], float32, whose rows this rank holds."""
+        if chunk is None:
+            return None
+        stage_BNM = self._buffer("stage", chunk.shape, torch.float32, self._device(owners))
+        for run in chunk.runs:
+            self._momentum(run, owners[run.index][0], run.at(stage_BNM))
+        return stage_BNM
+
+    def _gather(
+        self, near: list[Chunk | None], mine: Chunk | None, owners: list[tuple[Tensor, dict]]
+    ) -> Tensor | None:
+        """This rank's chunk, float32, from the rows that the shards hold; all shards take part."""
+        grid, device = self.grid, self._device(owners)
+        counts = [chunk.count(grid.shard) if chunk else 0 for chunk in near]
+        sent = torch.empty(sum(counts), dtype=torch.float32, device=device)
+        for _, run, part in placed(near, grid.shard, sent):
+            self._momentum(run, owners[run.index][0], part)
+        come = [mine.count(s) if mine else 0 for s in range(grid.shards)]
+        received = grid.exchange(sent, counts, come)
+        del sent
+        if mine is None:
+            return None
+        stage_BNM = torch.empty(mine.shape, dtype=torch.float32, device=device)
+        for s, rows in enumerate(received.split(come)):
+            for _, run, part in placed([mine], s, rows):
+                run.at(stage_BNM).copy_(part)
+        return stage_BNM
+
+    def _scatter(
+        self, near: list[Chunk | None], mine: Chunk | None, result_BNM: Tensor | None
+    ) -> Tensor:
+        """The held rows of all results of this copy, flat, in the order of `near`."""
+        grid = self.grid
+        to = [mine.count(s) if mine else 0 for s in range(grid.shards)]
+        device = self.param_groups[0]["params"][0].device
+        sent = torch.empty(sum(to), dtype=self.compute_dtype(), device=device)
+        for s, rows in enumerate(sent.split(to)):
+            for _, run, part in placed([mine], s, rows):
+                part.copy_(run.at(result_BNM))
+        return grid.exchange(sent, to, [c.count(grid.shard) if c else 0 for c in near])
+
+    def _direction(self, stage_BNM: Tensor) -> Tensor:
+        """Orthogonalised momentum of a chunk, in the compute dtype; the input becomes scratch."""
         if self.polynomial == "svd":
             return ortho.svd_polar(ortho.normalize_(stage_BNM, 1.0))
         polar_express = self.polynomial == "polar_express"
@@ -256,19 +247,27 @@ class Muon(torch.optim.Optimizer):
         dtype = self.compute_dtype()
         work_BNM = stage_BNM
         if dtype != torch.float32:
-            work_BNM = self._buffer("work", shape, dtype, device).copy_(stage_BNM)
+            work_BNM = self._buffer("work", stage_BNM.shape, dtype, stage_BNM.device)
+            work_BNM.copy_(stage_BNM)
         return ortho.iterate_(work_BNM, ortho.coefficients(self.polynomial, self.steps))
 
     def _buffer(self, use: str, shape: tuple[int, ...], dtype, device) -> Tensor:
-        """A view of the one reused buffer of this use, grown to the largest chunk seen."""
+        """A view of the one reused buffer of this use, grown to the largest chunk seen.
+
+        Shards take fresh memory: what is sent and received stands beside it, in its place.
+        """
+        if self.grid.shards > 1:
+            return torch.empty(shape, dtype=dtype, device=device)
         size = math.prod(shape)
         held = self._buffers.get((use, dtype, device))
         if held is None or held.numel() < size:
             held = self._buffers[use, dtype, device] = torch.empty(size, dtype=dtype, device=device)
         return held[:size].view(shape)
 
-    def _apply(self, chunk: Chunk, owners, result_BNM: Tensor) -> None:
-        factor = shape_factor(self.scale, chunk.rows, chunk.cols, self.target_rms)
-        for piece in chunk.pieces:
-            parameter, group = owners[piece.index]
-            piece.of(parameter).add_(piece.at(result_BNM), alpha=-group["lr"] * factor)
+    def _apply(self, chunks: list[Chunk | None], owners, flat: Tensor) -> None:
+        """Updates the held rows by results that stand flat, chunk after chunk."""
+        for chunk, run, part in placed(chunks, self.grid.shard, flat):
+            factor = shape_factor(self.scale, chunk.rows, chunk.cols, self.target_rms)
+            parameter, group = owners[run.index]
+            rows = run.of(local(parameter), self._low(parameter))
+            rows.add_(part, alpha=-group["lr"] * factor)

@@ -252,8 +252,9 @@ def route(
         if not parameter.requires_grad:
             rows.append(Route(name, shape, "frozen", (), "requires no gradient"))
             continue
-        if parameter.device.type != "meta" and parameter.numel():
-            pointer = (parameter.device, parameter.data_ptr())
+        held = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        if held.device.type != "meta" and held.numel():
+            pointer = (held.device, held.data_ptr())
             if pointer in storages:
                 raise ConfigError(
                     f"{name} and {storages[pointer]} share their memory but are two parameters",

@@ -8,7 +8,8 @@ from torch import nn
 
 from shared.errors import CorruptionError, MismatchError, TrainingError
 from stage2_train.config import MuonScale, OptimizerConfig, OptimizerName, Polynomial
-from stage2_train.muon import Muon, plan_chunks, shape_factor
+from stage2_train.muon import Muon, shape_factor
+from stage2_train.muon_chunks import plan_chunks
 from stage2_train.optimizers import build_optimizer
 from stage2_train.param_rules import by_head, grouped, interleaved, resolve, stacked, whole
 
@@ -218,8 +219,8 @@ def test_chunks_hold_every_part_once_and_are_bounded():
         covered = [torch.zeros(s) for s in shapes]
         for chunk in chunks:
             stage = torch.ones(chunk.size, chunk.rows, chunk.cols)
-            for piece in chunk.pieces:
-                piece.of(covered[piece.index]).add_(piece.at(stage))
+            for run in chunk.runs:
+                run.of(covered[run.index], 0).add_(run.at(stage))
         assert all(torch.equal(c, torch.ones_like(c)) for c in covered)
     assert len(plan_chunks(matrices, 1, 10**9)) == 3
 

@@ -1,8 +1,5 @@
 """Muon's work shared by ranks: balance, order, and the same parameters whatever their number."""
 
-import multiprocessing
-import os
-import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,7 +10,9 @@ from hypothesis import strategies as st
 from test_muon import Mixed, config
 
 from stage2_train import muon, ownership
+from stage2_train.muon_chunks import placed, plan_chunks
 from stage2_train.optimizers import build_optimizer
+from stage2_train.param_rules import by_head, interleaved, resolve
 
 
 @given(st.lists(st.integers(1, 1000), max_size=30), st.integers(1, 7))
@@ -25,15 +24,43 @@ def test_assignment_covers_every_item_and_is_balanced(costs, world):
         load[owner] += cost
     assert max(load) <= sum(costs) / world + max(costs, default=0)
     turns = ownership.rounds(owners, world)
-    assert sorted(item for turn in turns for _, item in turn) == list(range(len(costs)))
-    assert all(len({owner for owner, _ in turn}) == len(turn) for turn in turns)
+    assert sorted(item for turn in turns for item in turn.values()) == list(range(len(costs)))
+    assert all(owners[item] == rank for turn in turns for rank, item in turn.items())
+
+
+def test_bound_items_stay_and_free_ones_level_the_load():
+    bound = [[0], [0], None, None, [1]]
+    assert ownership.assign([5, 1, 4, 3, 3], 2, bound) == [0, 0, 1, 0, 1]
+
+
+@given(st.integers(1, 6), st.integers(1, 40), st.integers(1, 40), st.sampled_from([1, 2, 0]))
+def test_every_row_is_held_by_one_shard_of_its_chunk(shards, heads, rows, group):
+    """Uneven and empty shards, stacked and row-interleaved storage."""
+    shapes = [(heads * 3, 8), (2 * rows, 8)]
+    declared = [by_head("q", heads, 3), interleaved(["a", "b"], rows)]
+    matrices = [
+        (i, shape, resolve("w", parts, shape[0]))
+        for i, (shape, parts) in enumerate(zip(shapes, declared, strict=True))
+    ]
+    covered = [torch.zeros(shape) for shape in shapes]
+    for chunk in plan_chunks(matrices, group, 200, shards):
+        stage = torch.zeros(chunk.shape)
+        for shard in range(shards):
+            flat = torch.ones(chunk.count(shard))
+            for _, run, part in placed([chunk], shard, flat):
+                low, high = ownership.edges(shapes[run.index][0], shards)[shard]
+                run.of(covered[run.index][low:high], low).add_(part)
+                run.at(stage).add_(part)
+            assert chunk.home in (None, shard) or not len(flat)
+        assert torch.equal(stage, torch.ones_like(stage))
+    assert all(torch.equal(c, torch.ones_like(c)) for c in covered)
 
 
 def train_three_updates(world: int = 1):
     """Parameters after three Muon updates of the tiny model."""
     model = Mixed()
     optimizer = build_optimizer(config(), model.named_parameters(), model.parts())
-    assert optimizer.inner[0].world == world
+    assert optimizer.inner[0].grid.world == world
     for step in range(3):
         generator = torch.Generator().manual_seed(step)
         optimizer.zero_grad()
@@ -43,21 +70,27 @@ def train_three_updates(world: int = 1):
 
 
 class Threads:
-    """A process group of threads: each has a rank, and `receive` meets the others."""
+    """Ranks that are threads: `copy` meets the others."""
 
     def __init__(self, world: int) -> None:
         self.world, self.barrier = world, threading.Barrier(world, timeout=60)
         self.local, self.sent, self.calls = threading.local(), {}, 0
 
-    def here(self):
-        return self.local.rank, self.world
+    def of(self, _):
+        group, grid = self, ownership.Grid(replica=self.local.rank, replicas=self.world)
 
-    def receive(self, result, owner) -> None:
-        if self.local.rank == owner:
-            self.sent[owner] = result.clone()
+        class Fake(ownership.Grid):
+            def copy(self, flat, replica):
+                group.copy(flat, replica)
+
+        return Fake(**vars(grid))
+
+    def copy(self, flat, replica) -> None:
+        if self.local.rank == replica:
+            self.sent[replica] = flat.clone()
             self.calls += 1
         self.barrier.wait()
-        result.copy_(self.sent[owner])
+        flat.copy_(self.sent[replica])
         self.barrier.wait()
 
     def run(self, rank):
@@ -71,8 +104,7 @@ def test_trap_33_ranks_that_share_the_work_get_the_same_parameters(world, monkey
     monkeypatch.setattr(Mixed, "__init__", _seeded(Mixed.__init__))
     alone = train_three_updates()
     group = Threads(world)
-    monkeypatch.setattr(ownership, "here", group.here)
-    monkeypatch.setattr(ownership, "receive", group.receive)
+    monkeypatch.setattr(muon.ownership.Grid, "of", group.of)
     with ThreadPoolExecutor(world) as pool:
         found = list(pool.map(group.run, range(world)))
     for parameters in found:
@@ -91,33 +123,3 @@ def _seeded(make):
             make(self)
 
     return init
-
-
-def _rank(rank: int, port: int, results) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
-    muon.CHUNK_ELEMENTS["cpu"] = 2000
-    done = {name: value.numpy() for name, value in train_three_updates(2).items()}
-    results.put((rank, done))
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.slow
-def test_two_processes_give_the_parameters_of_one(monkeypatch):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    ranks = [context.Process(target=_rank, args=(rank, port, results)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    monkeypatch.setitem(muon.CHUNK_ELEMENTS, "cpu", 2000)
-    alone = train_three_updates()
-    for _ in ranks:
-        rank, parameters = results.get(timeout=240)
-        for name, value in parameters.items():
-            assert (value == alone[name].numpy()).all(), (rank, name)
-    for process in ranks:
-        process.join()
