@@ -297,7 +297,18 @@ class TargetConfig:
     revision: str | None = opt(None, "revision of a hub model")
     trust_remote_code: bool = opt(False, "run Python code that comes with the model")
     dtype: Dtype = opt(Dtype.bfloat16, "dtype of weights and forward pass")
-    attention: str = opt("sdpa", "attention implementation of transformers (sdpa, eager, …)")
+    attention: str = opt(
+        "sdpa", "attention implementation of transformers (sdpa, eager, flash_attention_2, …)"
+    )
+    device_map: str | None = opt(
+        None, "spread a large target over this machine's GPUs, layer by layer (auto, balanced, …)"
+    )
+    tensor_parallel: int = opt(
+        1, "split each layer over so many ranks of torchrun, which act as one worker", low=1
+    )
+    quantization: dict[str, Any] = opt(
+        {}, "quantise at loading: a quantization_config of transformers, with its quant_method"
+    )
     tap_rule: TapRule = opt(TapRule.dflash, "how the tapped layers are chosen")
     num_taps: int = opt(5, "number of tapped layers under tap_rule=dflash", low=1)
     layer_ids: list[int] | None = opt(None, "tapped layers (0-based outputs), tap_rule=explicit")

@@ -6,7 +6,6 @@ of `DECODER_PATHS`; the text part of a vision wrapper is found the same way.
 """
 
 import json
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,12 @@ from typing import Any
 from shared.config import TapRule, TargetConfig
 from shared.errors import ConfigError, TargetError
 from shared.spec import CaptureSpec
+from shared.target_kernels import (
+    computes_fp8,
+    conv_backend,
+    dispatch_gdn_by_device,
+    gdn_backend,
+)
 
 DECODER_PATHS = (
     "model.language_model",
@@ -26,12 +31,6 @@ DECODER_PATHS = (
 LAYER_NAMES = ("layers", "h")
 EMBED_NAMES = ("embed_tokens", "wte")
 NORM_NAMES = ("norm", "final_layernorm", "ln_f")
-GDN_FUNCTIONS = (
-    "torch_chunk_gated_delta_rule",
-    "torch_recurrent_gated_delta_rule",
-    "causal_conv1d_fn",
-    "causal_conv1d_update",
-)
 
 
 def dflash_layer_ids(num_layers: int, num_taps: int) -> list[int]:
@@ -122,11 +121,17 @@ class TargetInfo:
             "attention": self.cfg.attention,
             "quantization": self.quantization,
         }
+        if self.quantization == "fp8" and not computes_fp8(device):
+            backend["quantization"] = "fp8-dequantized"
         if self.has_linear_attention:
             backend["gdn"] = gdn_backend(device)
+            if backend["device"] == "cuda":
+                backend["conv"] = conv_backend()
+        if self.cfg.tensor_parallel > 1:
+            backend["tensor_parallel"] = str(self.cfg.tensor_parallel)
         return backend
 
-    def spec(self, device: str, *, last_hidden: bool = False) -> CaptureSpec:
+    def spec(self, device: str, *, last_hidden: bool = False, packed: bool = False) -> CaptureSpec:
         """The spec of a cache that this target fills on this kind of device."""
         return CaptureSpec(
             weights=self.weights,
@@ -134,7 +139,7 @@ class TargetInfo:
             layer_ids=tuple(self.layer_ids),
             hidden_size=self.hidden_size,
             last_hidden=last_hidden,
-            backend=self.backend(device),
+            backend=self.backend(device) | ({"batching": "packed"} if packed else {}),
         )
 
 
@@ -164,7 +169,10 @@ class Target:
     @property
     def tied(self) -> bool:
         """The head is the embedding's own storage."""
-        return self.head.weight.data_ptr() == self.embed.weight.data_ptr()
+        embed, head = self.embed.weight, self.head.weight
+        if hasattr(embed, "to_local") and hasattr(head, "to_local"):
+            embed, head = embed.to_local(), head.to_local()
+        return head is embed or (not head.is_meta and head.data_ptr() == embed.data_ptr())
 
     def spec(self, layer_ids: Any = None, *, last_hidden: bool = False) -> CaptureSpec:
         spec = self.info.spec(str(self.device), last_hidden=last_hidden)
@@ -219,6 +227,12 @@ def describe_target(cfg: TargetConfig) -> TargetInfo:
     if stored:
         method = stored.get("quant_method") if isinstance(stored, dict) else stored.quant_method
         quantization = str(getattr(method, "value", method))
+    if cfg.quantization:
+        if stored or cfg.gguf_file:
+            raise ConfigError(
+                f"the weights are {quantization} already", where="target.quantization"
+            )
+        quantization = json.dumps(cfg.quantization, sort_keys=True)
     return TargetInfo(cfg, config, config.architectures[0], digest, quantization, path)
 
 
@@ -256,7 +270,7 @@ def load_target(cfg: TargetConfig, device: str = "cpu", info: TargetInfo | None 
     else:
         model = target_files.read_model(info.path, cfg, info, device)
     model = model.eval().requires_grad_(False)
-    if getattr(model, "hf_device_map", None) is None:
+    if info.path is None or not target_files.places_itself(cfg, info):
         model = model.to(device)
     return locate_parts(model, info, device, load_tokenizer(cfg, info))
 
@@ -289,50 +303,15 @@ def _first(module: Any, names: tuple[str, ...]) -> Any:
     return next((getattr(module, n) for n in names if getattr(module, n, None) is not None), None)
 
 
-def gdn_backend(device: str) -> str:
-    """Which gated-delta-rule code runs on this kind of device: torch's, or fla with its version."""
-    if str(device).startswith("cpu"):
-        return "torch"
-    try:
-        import fla
-        import fla.ops.gated_delta_rule
-    except Exception:  # an fla without a working triton fails in many ways
-        return "torch"
-    return f"fla {fla.__version__}"
+def full_weight(module: Any) -> Any:
+    """A module's whole weight, also where ranks hold parts of it or accelerate has it elsewhere.
 
-
-def dispatch_gdn_by_device(layers: Any) -> None:
-    """On CPU tensors the delta rule and its conv run torch's code, whatever is installed.
-
-    transformers chooses fla's kernels when fla can be imported, also for tensors on the CPU, where
-    they crash. The module's functions are replaced by ones that look at the tensor.
+    Under tensor parallelism every rank has to call this.
     """
-    modules = {type(part).__module__ for layer in layers for part in layer.modules()}
-    for name in sorted(modules):
-        module = sys.modules.get(name)
-        for function_name in GDN_FUNCTIONS:
-            function = getattr(module, function_name, None)
-            if hasattr(function, "__wrapped__") and not hasattr(function, "chosen_by_device"):
-                setattr(module, function_name, _by_device(function))
-
-
-def _by_device(wrapped: Any) -> Any:
-    import functools
-
-    plain = wrapped
-    while hasattr(plain, "__wrapped__"):
-        plain = plain.__wrapped__
-
-    @functools.wraps(plain)
-    def call(first: Any, *args: Any, **kwargs: Any) -> Any:
-        if first.device.type != "cpu":
-            return wrapped(first, *args, **kwargs)
-        if kwargs.get("cu_seqlens") is not None or kwargs.get("seq_idx") is not None:
-            raise TargetError("packed sequences leak through torch's delta rule on CPU")
-        return plain(first, *args, **kwargs)
-
-    call.chosen_by_device = True  # type: ignore[attr-defined]
-    return call
+    weight = module.weight
+    if hasattr(weight, "full_tensor"):
+        weight = weight.full_tensor()
+    return module._hf_hook.weights_map["weight"] if weight.is_meta else weight
 
 
 def mask_token_id(cfg: TargetConfig, tokenizer: Any) -> int | None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.config import TargetConfig
-from shared.errors import TargetError
+from shared.errors import ConfigError, TargetError
 
 PACKAGE = "package://"
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
@@ -213,6 +213,47 @@ def read_tokenizer(path: Path, cfg: TargetConfig) -> Any:
     return tokenizer
 
 
+def places_itself(cfg: TargetConfig, info: Any) -> bool:
+    """transformers puts the weights where they belong: nothing is left to move."""
+    whole = cfg.device_map is None and cfg.tensor_parallel == 1
+    return not whole or info.quantization not in ("none", "gguf-dequantized")
+
+
+def placement(cfg: TargetConfig, info: Any, device: str) -> dict[str, Any]:
+    """Arguments of `from_pretrained` that say where weights go and in which form.
+
+    Raises:
+        ConfigError: the keys exclude each other, or the launcher has another number of ranks.
+    """
+    if cfg.device_map is not None and cfg.tensor_parallel > 1:
+        raise ConfigError("target.device_map and target.tensor_parallel exclude each other")
+    arguments: dict[str, Any] = {}
+    if cfg.quantization:
+        from transformers.quantizers.auto import AutoQuantizationConfig
+
+        with _errors("target.quantization"):
+            arguments["quantization_config"] = AutoQuantizationConfig.from_dict(
+                dict(cfg.quantization)
+            )
+    if cfg.tensor_parallel > 1:
+        from transformers.distributed.configuration_utils import DistributedConfig
+
+        world = int(os.environ.get("WORLD_SIZE", 1))
+        if world != cfg.tensor_parallel:
+            raise ConfigError(
+                f"tensor_parallel={cfg.tensor_parallel} needs as many ranks, there are {world}",
+                where="target.tensor_parallel",
+                do="Start it with torchrun --nproc-per-node=N, or set target.tensor_parallel=1",
+            )
+        config = DistributedConfig(tp_size=cfg.tensor_parallel, tp_plan="auto")
+        arguments["distributed_config"] = config
+    elif cfg.device_map is not None:
+        arguments["device_map"] = cfg.device_map
+    elif places_itself(cfg, info):
+        arguments["device_map"] = {"": device}
+    return arguments
+
+
 def read_model(path: Path, cfg: TargetConfig, info: Any, device: str) -> Any:
     """The model, of the class that its config names (so a vision wrapper stays one)."""
     import torch
@@ -227,12 +268,14 @@ def read_model(path: Path, cfg: TargetConfig, info: Any, device: str) -> Any:
                 do="A newer transformers may; or set target.trust_remote_code=true",
             )
         kind = transformers.AutoModelForCausalLM
+    where = placement(cfg, info, device)
     with _quiet(), _errors(path):
         return kind.from_pretrained(
             path,
             dtype=getattr(torch, cfg.dtype.value),
             attn_implementation=cfg.attention,
             trust_remote_code=cfg.trust_remote_code or None,
+            **where,
         )
 
 

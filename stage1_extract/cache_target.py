@@ -32,7 +32,8 @@ def load(store: Store, device: str) -> Target:
         raise CacheError("the cache doesn't name its target", where=store.root)
     cfg = typed(TargetConfig, plain)
     info, place = describe_target(cfg), choose_device(device)
-    spec = info.spec(place, last_hidden=store.spec.last_hidden)
+    packed = store.spec.backend.get("batching") == "packed"
+    spec = info.spec(place, last_hidden=store.spec.last_hidden, packed=packed)
     differences = store.spec.differences(spec)
     if differences:
         named = "; ".join(f"{key}: cache {old!r}, now {new!r}" for key, old, new in differences)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from shared.capture import capture, pad_batch
+from shared.capture import capture, pack_batch, pad_batch
 from shared.errors import TargetError
 from shared.spec import CaptureSpec
 from shared.target import Target
@@ -16,6 +16,9 @@ from shared.target import Target
 # Mean relative error of a token's state between a batch and the sample alone. bf16 storage alone
 # gives about 1e-4 on float32 compute; a leak through pads or packing gives 4e-3 and more.
 TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2, "float16": 1e-2}
+# The same between two packed batches that differ in the document before: only a leak, or rounding
+# where experts group tokens of all documents, moves it.
+LEAK = {"float32": 1e-4, "bfloat16": 2e-3, "float16": 1e-3}
 _TEST_TOKENS = 128
 
 
@@ -44,9 +47,12 @@ def self_test(target: Target, spec: CaptureSpec, samples: Sequence[np.ndarray]) 
     short, long = cut[0], cut[-1]
     if len(short) > 2 and len(short) == len(long):
         short = short[: len(short) // 2 + 1]
+    packed = spec.backend.get("batching") == "packed"
     alone = _states(target, spec, [short])[0]
-    batched = _states(target, spec, [short, long, cut[len(cut) // 2], short])
+    batched = _states(target, spec, [short, long, cut[len(cut) // 2], short], packed)
     again = _states(target, spec, [short])[0]
+    if packed:
+        packing_test(target, spec, [long, short])
     limit = TOLERANCE[target.info.cfg.dtype.value]
     worst: dict[str, float] = {}
     for state in range(spec.num_states):
@@ -65,15 +71,44 @@ def self_test(target: Target, spec: CaptureSpec, samples: Sequence[np.ndarray]) 
     return worst
 
 
+def packing_test(target: Target, spec: CaptureSpec, samples: Sequence[np.ndarray]) -> float:
+    """Changes every token of the first packed document and looks at the second one.
+
+    Returns:
+        How far the second document's states moved; 0 where nothing leaks.
+
+    Raises:
+        TargetError: they moved, or the backend refuses packed samples.
+    """
+    first, second = samples[0][:_TEST_TOKENS], samples[1][:_TEST_TOKENS]
+    other = first[::-1].copy()
+    other = np.where(other == first, (first + 1) % target.embed.weight.shape[0], other)
+    ours = _states(target, spec, [first, second], packed=True)[1]
+    theirs = _states(target, spec, [other, second], packed=True)[1]
+    moved = relative_error(ours, theirs)
+    if not moved <= LEAK[target.info.cfg.dtype.value]:
+        raise TargetError(
+            f"packed documents leak: the second moves by {moved:.2g} when the first changes",
+            where=f"self-test of {spec.architecture} on {target.device}",
+            do="Use batching=padded, or target.attention=flash_attention_2",
+        )
+    return moved
+
+
 def relative_error(ours_TD: Any, theirs_TD: Any) -> float:
     """Mean over tokens of |ours - theirs| / |theirs|, in L2 over channels."""
     difference = (ours_TD.double() - theirs_TD.double()).norm(dim=-1)
     return float((difference / theirs_TD.double().norm(dim=-1).clamp_min(1e-12)).mean())
 
 
-def _states(target: Target, spec: CaptureSpec, sequences: list[np.ndarray]) -> list[Any]:
-    ids_BT, lengths = pad_batch(sequences, 0)
+def _states(
+    target: Target, spec: CaptureSpec, sequences: list[np.ndarray], packed: bool = False
+) -> list[Any]:
+    """[T, L, D] of each sequence."""
+    ids_BT, lengths = pack_batch(sequences) if packed else pad_batch(sequences, 0)
     hidden = capture(
-        target, ids_BT.to(target.device), lengths, spec.layer_ids, spec.last_hidden
+        target, ids_BT.to(target.device), lengths, spec.layer_ids, spec.last_hidden, packed
     ).cpu()
+    if packed:
+        return list(hidden[0].split(lengths))
     return [hidden[row, :length] for row, length in enumerate(lengths)]

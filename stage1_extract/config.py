@@ -72,6 +72,14 @@ class CacheConfig:
     shard_bytes: int = opt(2 << 30, "bytes of bf16 hidden states in a shard", low=1)
 
 
+class Batching(Enum):
+    """How samples share a forward pass."""
+
+    auto = "auto"
+    packed = "packed"
+    padded = "padded"
+
+
 class Executor(Enum):
     """Who runs the shards of a job."""
 
@@ -90,6 +98,11 @@ class ExtractConfig:
     cache: CacheConfig = opt(CacheConfig, "the cache")
     snapshot: str | None = opt(None, "name of the new snapshot")
     batch_tokens: int = opt(8192, "token budget of a forward pass, pads included", low=1)
+    batching: Batching = opt(
+        Batching.auto,
+        "samples packed end to end or padded to equal lengths; auto: packed where attention is "
+        "flash_attention_* and a test at the start proves that nothing leaks",
+    )
     device: str = opt("auto", "auto, cpu, cuda, cuda:N")
     workers: int = opt(
         1, "processes on this machine, one a GPU (0: as many as there are GPUs)", low=0
@@ -185,13 +198,13 @@ class CacheWordConfig:
     """drafttape cache"""
 
     action: str = opt(
-        "ls", "ls | verify | diff | tag | rm | gc | repair | convert | import | export"
+        "ls", "ls | verify | diff | tag | rm | gc | repair | convert | recode | import | export"
     )
     root: str = opt(MISSING, "the cache")
     args: list[str] = opt(
         [],
         "after ROOT: diff OLD NEW, tag SNAPSHOT NAME, rm SNAPSHOT, convert CONTAINER, "
-        "import|export KIND PATH",
+        "recode CODEC NEW_ROOT, import|export KIND PATH",
     )
     full: bool = opt(True, "verify: read every byte (false: sizes and sidecars only)")
     recompute: int = opt(

@@ -7,6 +7,7 @@ B: samples; T: tokens; L: states; D: channels.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +20,7 @@ class HostBatch:
 
     Args:
         rows: which samples of the planned batch these are.
-        shape: B, T, L, D.
+        shape: B, T, L, D; packed samples are one row.
     """
 
     rows: list[int]
@@ -35,8 +36,16 @@ class HostBatch:
         values = self.flat[: math.prod(self.shape)].numpy().view(np.uint16)
         return values.reshape(self.shape)
 
+    def samples(self, lengths: Sequence[int]) -> list[np.ndarray]:
+        """uint16 [T, L, D] of each sample, without pads; of one row, cut one after another."""
+        hidden_BTLD = self.wait()
+        if len(hidden_BTLD) == 1:
+            ends = np.cumsum(lengths)
+            return [hidden_BTLD[0, e - n : e] for e, n in zip(ends, lengths, strict=True)]
+        return [row[:length] for row, length in zip(hidden_BTLD, lengths, strict=True)]
+
     def release(self) -> None:
-        """Gives the buffer back; `wait`'s array must not be used any more."""
+        """Gives the buffer back; arrays of it must not be used any more."""
         if self.pool is not None:
             self.pool.buffers.append(self.flat)
         self.flat = None

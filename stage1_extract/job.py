@@ -63,6 +63,7 @@ class Job:
             self.store.spec.bytes_per_token,
             self.cfg.cache.shard_bytes,
             self.cfg.batch_tokens,
+            packed=self.store.spec.backend.get("batching") == "packed",
         )
         self.store.write_job(job, plan.to_json())
         return plan.shards

@@ -40,7 +40,7 @@ class ShardPlan:
 
     @property
     def computed_tokens(self) -> int:
-        """Tokens that the target computes, pads included."""
+        """Tokens that the target computes in padded batches, pads included."""
         return sum(self.lengths[start] * (stop - start) for start, stop in self.batches)
 
     def without(self, dropped: set[str]) -> "ShardPlan":
@@ -86,7 +86,11 @@ class JobPlan:
 
 
 def plan_job(
-    samples: Sequence[tuple[str, int]], bytes_per_token: int, shard_bytes: int, batch_tokens: int
+    samples: Sequence[tuple[str, int]],
+    bytes_per_token: int,
+    shard_bytes: int,
+    batch_tokens: int,
+    packed: bool = False,
 ) -> JobPlan:
     """Shards and batches of (id, num_tokens) samples.
 
@@ -94,26 +98,37 @@ def plan_job(
         bytes_per_token: bf16 bytes of a token's states.
         shard_bytes: a shard is closed before it would grow over this; it holds a sample at least.
         batch_tokens: budget of a batch, pads included; a longer sample is alone.
+        packed: samples stand end to end in a batch, without pads.
     """
     shards: list[ShardPlan] = []
     current: list[tuple[str, int]] = []
     size = 0
     for name, length in sorted(samples, key=lambda item: (-item[1], item[0])):
         if current and size + length * bytes_per_token > shard_bytes:
-            shards.append(_shard(current, batch_tokens))
+            shards.append(_shard(current, batch_tokens, packed))
             current, size = [], 0
         current.append((name, length))
         size += length * bytes_per_token
     if current:
-        shards.append(_shard(current, batch_tokens))
+        shards.append(_shard(current, batch_tokens, packed))
     return JobPlan(tuple(shards))
 
 
-def _shard(samples: list[tuple[str, int]], batch_tokens: int) -> ShardPlan:
+def _shard(samples: list[tuple[str, int]], batch_tokens: int, packed: bool) -> ShardPlan:
     lengths = tuple(length for _, length in samples)
-    return ShardPlan(
-        tuple(name for name, _ in samples), lengths, tuple(plan_batches(lengths, batch_tokens))
-    )
+    batches = (pack_batches if packed else plan_batches)(lengths, batch_tokens)
+    return ShardPlan(tuple(name for name, _ in samples), lengths, tuple(batches))
+
+
+def pack_batches(lengths: Sequence[int], batch_tokens: int) -> list[tuple[int, int]]:
+    """Ranges over lengths whose sum is within the budget, or that hold one sample."""
+    ranges, start, total = [], 0, 0
+    for stop, length in enumerate(lengths):
+        if stop > start and total + length > batch_tokens:
+            ranges.append((start, stop))
+            start, total = stop, 0
+        total += length
+    return [*ranges, (start, len(lengths))]
 
 
 def plan_batches(lengths: Sequence[int], batch_tokens: int) -> list[tuple[int, int]]:

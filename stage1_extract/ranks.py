@@ -51,12 +51,19 @@ class Ranks:
         """`cuda` becomes this rank's own GPU."""
         return f"cuda:{self.local_rank}" if device == "cuda" else device
 
-    def start(self) -> None:
-        """Joins the others; a rank may wait for days for a slower one."""
+    def start(self, *, nccl: bool = False) -> None:
+        """Joins the others; a rank may wait for days for a slower one.
+
+        Args:
+            nccl: ranks also exchange tensors of their GPUs (tensor parallelism).
+        """
         import torch.distributed as dist
 
         dist.init_process_group(
-            "gloo", rank=self.rank, world_size=self.size, timeout=datetime.timedelta(days=7)
+            "cpu:gloo,cuda:nccl" if nccl else "gloo",
+            rank=self.rank,
+            world_size=self.size,
+            timeout=datetime.timedelta(days=7),
         )
 
     def from_first(self, value: Any) -> Any:

@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from shared.capture import capture, pad_batch
+from shared.capture import capture, pack_batch, pad_batch
 from shared.errors import TargetError
+from shared.log import note
 from shared.sample import sample_id
 from shared.store import Store
 from shared.target import Target
@@ -43,6 +44,8 @@ class Worker:
     def __init__(self, store: Store, target: Target, codec: str, container: str) -> None:
         self.store, self.target, self.codec, self.container = store, target, codec, container
         self.spec, self.copies = store.spec, HostCopies(target.device)
+        self.packed = self.spec.backend.get("batching") == "packed"
+        self.budget = 1 << 62  # computed tokens of a batch; smaller once memory has run out
 
     def run(
         self,
@@ -106,7 +109,8 @@ class Worker:
     def forward(self, sequences: list[np.ndarray], first: int = 0) -> Iterator[HostBatch]:
         """States of a batch, on their way to the host.
 
-        When the device runs out of memory the batch is halved, again and again.
+        When the device runs out of memory the token budget is halved, again and again, for this
+        batch and all later ones.
 
         Args:
             first: number of the first sequence in the planned batch.
@@ -116,28 +120,64 @@ class Worker:
         """
         import torch
 
-        try:
-            ids_BT, lengths = pad_batch(sequences, 0)
-            hidden = capture(
-                self.target,
-                ids_BT.to(self.target.device),
-                lengths,
-                self.spec.layer_ids,
-                self.spec.last_hidden,
-            )
-            yield self.copies.start(hidden, list(range(first, first + len(sequences))))
-            return
-        except torch.OutOfMemoryError:
-            if len(sequences) == 1:
-                raise TargetError(
-                    f"out of memory with one sample of {len(sequences[0])} tokens",
-                    where=f"sample {sample_id(sequences[0])} on {self.target.device}",
-                    do="Lower data.max_tokens, or give the target more memory",
-                ) from None
-        torch.cuda.empty_cache()
+        size = self._computed(sequences)
+        if size <= self.budget or len(sequences) == 1:
+            try:
+                ids_BT, lengths = pack_batch(sequences) if self.packed else pad_batch(sequences, 0)
+                hidden = capture(
+                    self.target,
+                    ids_BT.to(self.target.device),
+                    lengths,
+                    self.spec.layer_ids,
+                    self.spec.last_hidden,
+                    self.packed,
+                )
+                yield self.copies.start(hidden, list(range(first, first + len(sequences))))
+                return
+            except (torch.OutOfMemoryError, RuntimeError) as error:
+                if not out_of_memory(error):
+                    raise
+                self._halve(sequences, size)
+            torch.cuda.empty_cache()
         half = (len(sequences) + 1) // 2
         yield from self.forward(sequences[:half], first)
         yield from self.forward(sequences[half:], first + half)
+
+    def _computed(self, sequences: list[np.ndarray]) -> int:
+        """Tokens of a batch, pads included."""
+        lengths = [len(tokens) for tokens in sequences]
+        return sum(lengths) if self.packed else max(lengths) * len(lengths)
+
+    def _halve(self, sequences: list[np.ndarray], size: int) -> None:
+        """A smaller token budget after running out of memory.
+
+        Raises:
+            TargetError: one sample alone doesn't fit, or the target is split over ranks, which
+                would not halve together.
+        """
+        where = f"sample {sample_id(sequences[0])} on {self.target.device}"
+        if len(sequences) == 1:
+            raise TargetError(
+                f"out of memory with one sample of {len(sequences[0])} tokens",
+                where=where,
+                do="Lower data.max_tokens, or give the target more memory",
+            ) from None
+        if self.target.info.cfg.tensor_parallel > 1:
+            raise TargetError(
+                f"out of memory with {size} tokens", where=where, do="Lower batch_tokens"
+            ) from None
+        self.budget = min(self.budget, size // 2)
+        note(f"{self.target.device}: out of memory with {size} tokens, going on with {size // 2}")
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Torch's own error, or what a library inside says when the device's memory is full."""
+    import torch
+
+    said = str(error)
+    return isinstance(error, torch.OutOfMemoryError) or (
+        "CUDA error: out of memory" in said or "STATUS_ALLOC_FAILED" in said
+    )
 
 
 class _BadSamples(Exception):  # discards the shard that is being written
@@ -174,9 +214,8 @@ class _Pipe:
             if self._error is not None:
                 continue
             try:
-                hidden_BTLD = item[2].wait()
-                for row, (name, length) in enumerate(zip(item[0], item[1], strict=True)):
-                    hidden_TLD = hidden_BTLD[row, :length]
+                parts = item[2].samples(item[1])
+                for name, hidden_TLD in zip(item[0], parts, strict=True):
                     if not finite(hidden_TLD):
                         self.bad[name] = "a hidden state is not finite"
                     elif not self.bad:
@@ -184,4 +223,4 @@ class _Pipe:
                 item[2].release()
             except BaseException as error:
                 self._error = error
-            item = hidden_BTLD = hidden_TLD = None
+            item = parts = hidden_TLD = None

@@ -18,12 +18,12 @@ from shared.target import (
     TargetInfo,
     describe_target,
     dflash_layer_ids,
-    dispatch_gdn_by_device,
     load_target,
     locate_parts,
     mask_token_id,
     resolve_layer_ids,
 )
+from shared.target_kernels import GDN_FUNCTIONS, dispatch_gdn_by_device
 
 FAMILIES = sorted(tiny.FAMILIES)
 
@@ -202,7 +202,7 @@ def test_trap_07_on_cpu_torch_code_runs_even_where_kernels_can_be_imported(monke
 
     target = tiny_target("qwen3_5")
     (wanted,) = states(target, [tokens(30)])
-    for name in target_module.GDN_FUNCTIONS:
+    for name in GDN_FUNCTIONS:
         plain = getattr(modeling, name).__wrapped__
 
         def crash(*args, **kwargs):

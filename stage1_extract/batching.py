@@ -1,0 +1,60 @@
+"""Whether samples share a forward pass packed end to end or padded to equal lengths.
+
+Packing computes no pads, but it is right only where every layer minds the documents' ends, and fast
+only where attention does (a block-diagonal mask costs the square of all tokens). The choice is part
+of the cache's spec.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from shared.errors import CacheError, ConfigError, TargetError
+from shared.log import note
+from shared.store import Store
+from shared.target import TargetInfo, load_target
+from stage1_extract.checks import self_test
+from stage1_extract.config import Batching, ExtractConfig
+
+
+def choose_batching(
+    cfg: ExtractConfig, info: TargetInfo, device: str, samples: Sequence[np.ndarray]
+) -> bool:
+    """Whether batches are packed.
+
+    `auto` is what the cache holds already; a new cache is packed where attention has kernels for
+    it and the self-test passes on this device.
+
+    Raises:
+        ConfigError: packed is asked for, which nothing proves under these settings.
+    """
+    if cfg.batching is Batching.padded:
+        return False
+    if cfg.batching is Batching.packed:
+        if not cfg.self_test:
+            raise ConfigError(
+                "batching=packed is never run unproven", where="self_test", do="Leave it true"
+            )
+        return True
+    try:
+        return Store.open(cfg.cache.root).spec.backend.get("batching") == "packed"
+    except CacheError:
+        pass  # a new cache
+    if not is_candidate(info, device) or not cfg.self_test:
+        return False
+    note(f"loading {info.cfg.name} on {device}")
+    target = load_target(info.cfg, device, info)
+    try:
+        self_test(target, info.spec(device, last_hidden=cfg.last_hidden, packed=True), samples)
+    except TargetError as error:
+        note(f"batches are padded: {error}")
+        return False
+    return True
+
+
+def is_candidate(info: TargetInfo, device: str) -> bool:
+    """Every kind of layer has a kernel that knows where documents end."""
+    backend = info.backend(device)
+    recurrent = backend.get("gdn", "fla").startswith("fla")
+    attention = backend["attention"].startswith("flash_attention")
+    return recurrent and attention and info.cfg.tensor_parallel == 1

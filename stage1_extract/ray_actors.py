@@ -1,0 +1,162 @@
+"""Actors on a Ray cluster, one a GPU, fed shard by shard.
+
+An actor gets its first shard when it has loaded the target, so actors that wait for a free GPU hold
+nothing up. The shard of a lost actor goes to another, and a new actor takes its place; work that
+loses three actors ends the run. What was committed stays.
+"""
+
+import contextlib
+import os
+import signal
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from shared.config import TargetConfig
+from shared.errors import ConfigError, DrafttapeError, TargetError
+from shared.log import note
+from shared.store import Store
+from stage1_extract.executors import Work
+from stage1_extract.plan import ShardPlan
+from stage1_extract.worker import ShardResult
+
+_DEATHS_PER_SHARD = 3
+
+
+class Actor:
+    """What runs on the cluster. Its node must see the cache under the same path or URL."""
+
+    def __init__(
+        self, root: str, target: TargetConfig, device: str, codec: str, container: str
+    ) -> None:
+        self.root, self.target, self.device = root, target, device
+        self.codec, self.container, self.worker = codec, container, None
+
+    def load(self) -> None:
+        """Loads the target; apart from `__init__`, so that its errors reach the user whole."""
+        from shared.target import load_target
+        from stage1_extract.worker import Worker
+
+        target = load_target(self.target, self.device)
+        self.worker = Worker(Store.open(self.root), target, self.codec, self.container)
+
+    def run(self, shard: ShardPlan, tokens: Mapping[str, np.ndarray]) -> ShardResult:
+        assert self.worker is not None
+        return self.worker.run(shard, tokens)
+
+
+def run_ray(store: Store, work: Work, device: str, workers: int, address: str | None) -> None:
+    """Runs shards on actors until done or stopped.
+
+    Args:
+        device: "cuda" gives each actor one GPU, anything else one CPU core.
+        workers: number of actors; 0: one for each GPU of the cluster.
+        address: of a running cluster; None starts Ray on this machine.
+
+    Raises:
+        ConfigError: Ray isn't installed, or no cluster is at the address.
+        DrafttapeError: what an actor raised, or that actors keep dying.
+    """
+    gpu = device.startswith("cuda")
+    with _cluster(address, workers) as ray:
+        count = workers or int(ray.cluster_resources().get("GPU", 0)) or 1
+        remote = ray.remote(num_gpus=int(gpu), num_cpus=1)(Actor)
+        arguments = (store.root, work.target, "cuda" if gpu else device, work.codec, work.container)
+        waiting, deaths = deque(work.shards), Counter[Any]()
+        names: dict[Any, str] = {}  # actor: its name
+        tasks: dict[Any, tuple[Any, ShardPlan | None]] = {}  # call: (actor, its shard; None: load)
+        idle: list[Any] = []
+
+        def start(name: str) -> None:
+            actor = remote.remote(*arguments)
+            names[actor] = name
+            tasks[actor.load.remote()] = (actor, None)
+
+        try:
+            for number in range(max(1, min(count, len(waiting)))):
+                start(f"actor {number}")
+            while any(shard for _, shard in tasks.values()) or (waiting and not work.stop.is_set()):
+                while idle and waiting and not work.stop.is_set():
+                    actor, shard = idle.pop(), waiting.popleft()
+                    tokens = {name: work.tokens[name] for name in shard.ids}
+                    tasks[actor.run.remote(shard, tokens)] = (actor, shard)
+                ready, _ = ray.wait(list(tasks), timeout=0.5)
+                for call in ready:
+                    actor, shard = tasks.pop(call)
+                    try:
+                        result = ray.get(call)
+                    except ray.exceptions.RayActorError:
+                        if shard is not None:
+                            waiting.appendleft(shard)
+                        deaths[shard and shard.ids] += 1
+                        _check(deaths[shard and shard.ids], shard)
+                        name = names.pop(actor)
+                        note(f"{name} was lost; its shard goes to another")
+                        start(name)
+                        continue
+                    except ray.exceptions.RayTaskError as error:
+                        raise _cause(error) from None
+                    if shard is not None:
+                        work.advance(names[actor], shard.num_tokens)
+                        work.finished(names[actor], result)
+                    idle.append(actor)
+        finally:
+            for actor in names:
+                ray.kill(actor)
+
+
+@contextlib.contextmanager
+def _cluster(address: str | None, workers: int) -> Iterator[Any]:
+    """Ray, connected; left again if it wasn't before.
+
+    Raises:
+        ConfigError: it isn't installed, or no cluster answers.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        import ray
+    except ImportError:
+        raise ConfigError(
+            "executor=ray, but Ray is not installed", do="pip install 'drafttape[ray]'"
+        ) from None
+    if ray.is_initialized():
+        yield ray
+        return
+    handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+    options: dict[str, Any] = {"address": address, "log_to_driver": False, "logging_level": "ERROR"}
+    if address is None:
+        cores = max(workers, os.cpu_count() or 1)
+        options |= {"address": "local", "include_dashboard": False, "num_cpus": cores}
+    try:
+        ray.init(**options)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"no Ray cluster ({' '.join(str(error).split())[:200]})",
+            where=f"ray_address={address}",
+            do="Give the address that `ray start --head` printed, or auto",
+        ) from None
+    try:
+        for number, handler in handlers.items():  # Ray puts its own in their place
+            with contextlib.suppress(ValueError):  # not the main thread
+                signal.signal(number, handler)
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def _check(deaths: int, shard: ShardPlan | None) -> None:
+    if deaths >= _DEATHS_PER_SHARD:
+        raise TargetError(
+            f"{deaths} actors were lost on the same work",
+            where=f"sample {shard.ids[0]} and others" if shard else "loading the target",
+            do="Finished shards are committed. Is memory enough for so many actors?",
+        )
+
+
+def _cause(error: Any) -> DrafttapeError:
+    """What the actor raised; anything unforeseen with its traceback's last line."""
+    if isinstance(error.cause, DrafttapeError):
+        return error.cause
+    return TargetError(f"an actor failed ({str(error).strip().splitlines()[-1][:300]})")
