@@ -201,6 +201,20 @@ def convert(cfg: CacheWordConfig) -> int:
     return 0
 
 
+def recode(cfg: CacheWordConfig) -> int:
+    """Writes a copy of the cache in another codec."""
+    from shared.recode import recode as encode
+
+    codec, root = cfg.args
+    store = Store.open(cfg.root)
+    total = sum(store.shard(name).stored_bytes for name in store.shard_ids())
+    with progress(total, "recode", "B") as bar:
+        copy = encode(store, codec, root, bar.update)
+    stored = sum(copy.shard(name).stored_bytes for name in copy.shard_ids())
+    say(f"{root}: the same samples and snapshots as {codec}, {size_text(stored)}")
+    return 0
+
+
 def exchange_import(cfg: CacheWordConfig) -> int:
     """Makes a cache from another tool's files."""
     from stage1_extract.exchange import import_from
@@ -249,6 +263,7 @@ ACTIONS: dict[str, tuple[Callable[[CacheWordConfig], int], str]] = {
     "gc": (gc, ""),
     "repair": (repair, ""),
     "convert": (convert, "zarr|webdataset"),
+    "recode": (recode, "CODEC NEW_ROOT"),
     "import": (exchange_import, "KIND PATH"),
     "export": (exchange_export, "KIND PATH|KIND PATH SNAPSHOT"),
 }

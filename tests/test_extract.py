@@ -24,8 +24,10 @@ from shared.errors import (
     MismatchError,
     TargetError,
 )
+from shared.recode import check_codec
+from shared.sample import sample_id
 from shared.store import Store
-from shared.target import load_target
+from shared.target import describe_target, load_target
 from stage1_extract import build, worker
 from stage1_extract.build import extract
 from stage1_extract.checks import finite, self_test
@@ -336,6 +338,26 @@ def test_a_disk_error_in_the_writing_thread_ends_the_run(tmp_path, monkeypatch):
     store = Store.open(tmp_path / "cache")
     assert store.shard_ids() == []
     assert store.snapshots() == []
+
+
+def test_another_codec_is_refused_before_the_model_is_loaded(tmp_path, monkeypatch):
+    store = Store.create(tmp_path / "cache", describe_target(config(tmp_path).target).spec("cpu"))
+    tokens = np.arange(5, dtype=np.int32)
+    with store.write_shard([(sample_id(tokens), tokens)], "lossless", "zarr") as writer:
+        writer.append(sample_id(tokens), np.ones((5, 3, 32), np.uint16))
+    monkeypatch.setattr(build, "load_target", None)
+    with pytest.raises(MismatchError, match=r"stored as lossless, cache\.codec=int8.*recode"):
+        extract(config(tmp_path, "cache.codec=int8"))
+    check_codec(store, "fast")
+    monkeypatch.setattr(Store, "require_space", _no_room)
+    with pytest.raises(CacheError, match="GB free"):
+        extract(config(tmp_path, "cache.codec=fast"))
+    assert len(store.shard_ids()) == 1
+
+
+def _no_room(store, num_bytes):
+    assert num_bytes > 1000
+    raise CacheError("the disk has 0 GB free")
 
 
 def test_bad_input_writes_nothing(tmp_path):

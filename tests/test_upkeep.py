@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 from store_tools import fill, rows_of
 
-from shared.errors import CacheError, CorruptionError
+from shared.errors import CacheError, CorruptionError, MismatchError
+from shared.quantize import to_float
 from shared.reader import open_shard
+from shared.recode import recode
 from shared.sample import pack_mask
 from shared.store import Store
 from shared.upkeep import diff, gc, remove_snapshot, repair
@@ -163,6 +165,28 @@ def test_repair_drops_a_shard_whose_sidecar_is_damaged(tmp_path):
     assert len(again.committed()) == 1
     check(again, truth, again.committed())
     assert again.verify().ok
+
+
+def test_a_recoded_copy_replays_the_same_snapshots(tmp_path):
+    store, truth = fill(tmp_path / "c", [[70, 130], [30]], container="webdataset")
+    rows = rows_of(truth)
+    store.write_snapshot(rows, {"max_tokens": 7}, name="all")
+    some = store.write_snapshot(rows[:2], {})
+    store.files.write("target/target.json", b"as it is")
+    for _ in range(2):  # the second time finds all shards
+        copy = recode(store, "bits5", str(tmp_path / "small"))
+    assert {copy.shard(name).codec for name in copy.shard_ids()} == {"bits5"}
+    assert copy.resolve() == some.id
+    assert copy.names() == store.names()
+    assert copy.snapshot("all").meta["max_tokens"] == 7
+    assert copy.verify().bad_files == ["target/target.json"]
+    for name, (ids_T, hidden_TLD) in truth.items():
+        ours_T, ours_TLD = copy.reader().read(name)
+        assert np.array_equal(ours_T, ids_T)
+        error = to_float(ours_TLD) - to_float(hidden_TLD)
+        assert 0 < np.linalg.norm(error) < 0.01 * np.linalg.norm(to_float(hidden_TLD))
+    with pytest.raises(MismatchError, match="lost bits already"):
+        recode(copy, "int8", str(tmp_path / "smaller"))
 
 
 @pytest.mark.slow
