@@ -174,12 +174,13 @@ def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def settings_of(run: Run) -> dict[str, Any]:
-    """The run's flattened configuration without neutral keys."""
-    return {
+    """The run's flattened configuration without neutral keys, and the codecs that it replays."""
+    kept = {
         key: value
         for key, value in flatten(run.config).items()
         if not any(key == name or key.startswith(name + ".") for name in NEUTRAL)
     }
+    return kept | {"codecs": _codec(run)}
 
 
 def group_arms(runs: list[Run]) -> list[Arm]:

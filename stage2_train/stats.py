@@ -123,18 +123,18 @@ def mean_interval(
         return Interval(mean, float("nan"), float("nan"), level, "too few values", len(x))
     block = block_length(x)
     means = bootstrap_means(x, block=block, draws=draws, seed=seed)
-    mean = float(x.mean())
-    low, high = np.quantile(means, [0.5 - level / 2, 0.5 + level / 2])
-    pieces = max(2.0, len(x) / block)
+    method = f"circular block bootstrap, blocks of {block}, {draws} draws"
+    return from_draws(float(x.mean()), means, max(2.0, len(x) / block), level, method, len(x))
+
+
+def from_draws(
+    mean: float, draws: np.ndarray, pieces: float, level: float, method: str, n: int
+) -> Interval:
+    """Percentile ends of resampled values, widened by the t quantile at `pieces` free pieces."""
+    low, high = np.quantile(draws, [0.5 - level / 2, 0.5 + level / 2])
     wider = _t_quantile(level, pieces - 1) / float(special.ndtri(0.5 + level / 2))
-    return Interval(
-        mean,
-        mean - (mean - float(low)) * wider,
-        mean + (float(high) - mean) * wider,
-        level,
-        f"circular block bootstrap, blocks of {block}, {draws} draws",
-        len(x),
-    )
+    ends = mean - (mean - float(low)) * wider, mean + (float(high) - mean) * wider
+    return Interval(mean, *ends, level, method, n)
 
 
 def ratio_difference(
@@ -161,17 +161,8 @@ def ratio_difference(
     counts = rng.multinomial(n, np.full(n, 1 / n), size=draws).astype(np.float64)
     with np.errstate(invalid="ignore", divide="ignore"):
         drawn = (counts @ ub) / (counts @ lb) - (counts @ ua) / (counts @ la)
-    drawn = drawn[np.isfinite(drawn)]
-    low, high = np.quantile(drawn, [0.5 - level / 2, 0.5 + level / 2])
-    wider = _t_quantile(level, n - 1) / float(special.ndtri(0.5 + level / 2))
-    return Interval(
-        mean,
-        mean - (mean - float(low)) * wider,
-        mean + (float(high) - mean) * wider,
-        level,
-        f"bootstrap over {n} common items, {draws} draws",
-        n,
-    )
+    method = f"bootstrap over {n} common items, {draws} draws"
+    return from_draws(mean, drawn[np.isfinite(drawn)], n, level, method, n)
 
 
 def paired_t(

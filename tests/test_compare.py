@@ -99,7 +99,9 @@ def test_unequal_lengths_and_codecs_are_refused(tmp_path):
     lossy = write_run(tmp_path / "lossy", loss=learning(80), optimizer=MUON, codecs=["int8"])
     with pytest.raises(MismatchError, match="int8"):
         analyse(config([paths[0], str(lossy)], tmp_path))
-    analyse(config([paths[0], str(lossy)], tmp_path, allow_codec=True))
+    only = write_run(tmp_path / "only", loss=learning(80), codecs=["int8"])
+    for other in (lossy, only):  # the codec alone makes an arm, too
+        analyse(config([paths[0], str(other)], tmp_path, allow_codec=True))
 
 
 def test_what_is_no_run_is_said(tmp_path):
