@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 from shared.errors import TargetError
+from stage1_extract.ray_actors import Actor
 from stage1_extract.worker import ShardResult
 
 
@@ -32,3 +33,20 @@ def fake(pipe, device, count, root, *args):
             pipe.send(("done", ShardResult(shard, None, 0.0)))
     except EOFError:
         return
+
+
+class DyingActor(Actor):
+    """Dies inside a shard, after its first batch, as long as it finds `die-*` beside the cache."""
+
+    def run(self, shard, tokens):
+        for mark in Path(self.root).parent.glob("die-*"):
+            mark.unlink()
+            self.worker.run(shard, tokens, lambda count: os._exit(9))
+        return super().run(shard, tokens)
+
+
+class RefusingActor(Actor):
+    def load(self):
+        if self.codec == "die":
+            os._exit(9)
+        raise TargetError("no such kernel", where="here", do="Wait")
