@@ -98,6 +98,13 @@ WORDS = {
         "stage2_train.inspect_run:inspect",
         ("run_dir",),
     ),
+    "codec-report": Word(
+        "what each codec costs on a cache: bits, error, KL, speed and, with train=true, acceptance",
+        "drafttape codec-report build/demo/cache out=build/codecs",
+        "stage2_train.config:CodecReportConfig",
+        "stage2_train.codec_report:codec_report",
+        ("root",),
+    ),
     "sweep": Word(
         "run a plan of trials from one cache, resumable; maps, near-optimal region, robust pick",
         "drafttape sweep docs/studies/muon-on-gdn.yaml out=build/sweep launcher=joblib jobs=2",

@@ -369,3 +369,26 @@ class CompareConfig:
     decide_by: DecideBy = opt(DecideBy.heldout_loss, "the metric that the verdict is about")
     tolerance: float = opt(0.0, "smallest difference of that metric that matters", low=0)
     allow_codec: bool = opt(False, "compare runs although their caches' codecs differ")
+
+
+@dataclass
+class CodecReportConfig:
+    """drafttape codec-report"""
+
+    root: str = opt(MISSING, "the cache; its states must be lossless")
+    out: str = opt("codec-report", "directory of report.html, report.md and report.json")
+    snapshot: str = opt("latest", "snapshot id, unique prefix or name")
+    codecs: list[str] = opt([], "codecs to measure; empty: all")
+    samples: int = opt(32, "most samples measured", low=1)
+    max_tokens: int = opt(8192, "most tokens measured", low=1)
+    logits: bool = opt(True, "KL and top-1 of the target's next token (loads the target)")
+    every_tap: bool = opt(False, "logits: each tapped layer alone, not only the deepest")
+    target: TargetConfig | None = opt(None, "the target; null: the one of the cache")
+    train: bool = opt(False, "train a drafter on each codec's states and compare acceptance")
+    overrides: list[str] = opt(
+        [], "train: configuration of the runs, e.g. [experiment=demo,optimizer=muon]"
+    )
+    seeds: int = opt(1, "train: seeds a codec", low=1)
+    max_prompts: int = opt(32, "train: held-out prompts decoded with the target; 0: none", low=0)
+    max_new_tokens: int = opt(64, "train: tokens decoded a prompt", low=1)
+    device: str = opt("auto", "auto, cpu, cuda, cuda:N")

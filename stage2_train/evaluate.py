@@ -164,7 +164,7 @@ def decode_prompts(run: LoadedRun, cfg: EvalConfig, device: str) -> dict[str, An
             "no held-out sample starts with a prompt", where=f"snapshot {run.snapshot.id}",
             do="Extract with a larger data.heldout, or eval with decode=false",
         )  # fmt: skip
-    target = load_target_of(run, cfg.target, device)
+    target = load_target_of(run.store, cfg.target, device)
     taps = [target.layers[index] for index in run.store.spec.layer_ids]
     ends = [int(token) for token in run.store.target_assets().info.get("eos_token_ids") or []]
     draft = decode.Draft(
@@ -296,7 +296,7 @@ class OwnOutputs:
         return row
 
 
-def load_target_of(run: LoadedRun, given: TargetConfig | None, device: str) -> Any:
+def load_target_of(store: Any, given: TargetConfig | None, device: str) -> Any:
     """The target in float32, proven to be the one whose states the cache holds.
 
     Raises:
@@ -304,20 +304,20 @@ def load_target_of(run: LoadedRun, given: TargetConfig | None, device: str) -> A
     """
     from shared.target import load_target
 
-    info = run.store.target_assets().info
+    info = store.target_assets().info
     if given is None and "target" not in info:
         raise ConfigError(
             "the cache doesn't say how to load its target",
-            where=run.store.root,
+            where=store.root,
             do="Name it, as in target=smollm2",
         )
     if given is None:
-        given = typed(TargetConfig, info["target"], where=f"{run.store.root}/target")
+        given = typed(TargetConfig, info["target"], where=f"{store.root}/target")
     target = load_target(replace(given, dtype=Dtype.float32), device)
-    if target.weights_digest != run.store.spec.weights:
+    if target.weights_digest != store.spec.weights:
         raise MismatchError(
             f"the target's weights are {target.weights_digest}, the cache was extracted with "
-            f"{run.store.spec.weights}",
+            f"{store.spec.weights}",
             where=given.model,
             do="Decode with the target of the cache",
         )

@@ -3,57 +3,22 @@
 import json
 from dataclasses import replace
 
-import numpy as np
 import pytest
-import torch
 
-from shared.capture import capture
-from shared.config import Dtype, TargetConfig, to_plain, typed
+from shared.config import to_plain, typed
 from shared.errors import MismatchError
-from shared.sample import SnapshotRow, pack_mask, sample_id
-from shared.store import Store
-from shared.target import load_target
-from stage2_train import decode, evaluate
+from stage2_train import evaluate
 from stage2_train.build import train_run
 from stage2_train.config import EvalConfig, TrainConfig
+from tests.target_cache import TARGET, target_cache
 from tests.tiny_cache import tiny_config
-
-TARGET = TargetConfig(
-    name="tiny", model="random://llama?seed=1", dtype=Dtype.float32, num_taps=2,
-    mask_token="<|mask|>",
-)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     """(cache root, run directory): twelve samples of the target's own text, six training steps."""
     root = tmp_path_factory.mktemp("eval")
-    target = load_target(TARGET)
-    rng, samples, rows = np.random.default_rng(0), [], []
-    for index in range(12):
-        prompt = [int(t) for t in rng.integers(0, 256, 5 + index % 4)]
-        answer = decode.greedy(target.model, prompt, 14).tokens
-        tokens = np.array(prompt + answer, dtype=np.int32)
-        mask = np.arange(len(tokens)) >= len(prompt)
-        split = "heldout" if index < 4 else "train"
-        samples.append((sample_id(tokens), tokens))
-        rows.append(
-            SnapshotRow(samples[-1][0], len(tokens), pack_mask(mask), split, f"x.jsonl:{index}")
-        )
-    spec = target.spec()
-    store = Store.create(root / "cache", spec)
-    with store.write_shard(samples, "lossless", "zarr") as writer:
-        for name, tokens in samples:
-            ids = torch.from_numpy(tokens).long()[None]
-            hidden = capture(target, ids, [len(tokens)], spec.layer_ids)[0]
-            writer.append(name, hidden.view(torch.int16).numpy().view(np.uint16))
-    info = {
-        "model": TARGET.model, "target": to_plain(TARGET), "mask_token_id": 259, "tied": True,
-        "vocab_size": target.embed.weight.shape[0], "hidden_size": target.info.hidden_size,
-        "eos_token_ids": [258], "layer_ids": list(spec.layer_ids),
-    }  # fmt: skip
-    store.write_target_assets(target.embed.weight, None, info)
-    store.write_snapshot(rows, {"name": "tiny"})
+    target_cache(root / "cache")
     train_run(tiny_config(root / "cache", root / "run", steps=6))
     return root / "cache", root / "run"
 
