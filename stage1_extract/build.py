@@ -36,7 +36,7 @@ from stage1_extract.plan import BITS, ShardPlan
 from stage1_extract.prompts import Sample, check_data, prepare
 from stage1_extract.ranks import Ranks, run_rank
 from stage1_extract.ray_actors import run_ray
-from stage1_extract.rows import data_files
+from stage1_extract.rows import data_sources
 from stage1_extract.status import Status
 from stage1_extract.summary import finish
 from stage1_extract.worker import ShardResult
@@ -52,7 +52,7 @@ def extract(cfg: ExtractConfig) -> int:
     check_data(cfg.data)
     if cfg.snapshot is not None:
         check_snapshot_name(cfg.snapshot)
-    data_files(cfg.data.paths)
+    data_sources(cfg.data)
     if cfg.batch_tokens < 1 or cfg.cache.shard_bytes < 1 or cfg.workers < 0:
         raise ConfigError("batch_tokens and cache.shard_bytes must be positive, workers 0 or more")
     stop_at = deadline(cfg.until)

@@ -48,6 +48,12 @@ class DataConfig:
     """Chat data and how it becomes tokens and a loss mask."""
 
     paths: list[str] = opt([], "files or globs: JSONL, JSON or Parquet, optionally .gz or .zst")
+    dataset: str | None = opt(
+        None, "a dataset of the Hugging Face hub, or a folder that `datasets` saved"
+    )
+    subset: str | None = opt(None, "configuration of the dataset")
+    split: str = opt("train", "split of the dataset, as in train_sft or train[:1000]")
+    streaming: bool = opt(False, "read the dataset over the network instead of downloading it")
     max_tokens: int = opt(4096, "a longer sample is cut here; its mask is cut with it", low=2)
     min_supervised: int = opt(2, "a sample with fewer supervised tokens is rejected", low=1)
     heldout: float = opt(
@@ -219,4 +225,7 @@ class CacheWordConfig:
     container: Container = opt(Container.zarr, "import: file layout of the new shards")
     layer_ids: list[int] | None = opt(None, "import: the tapped layers, where files don't say")
     weights: str | None = opt(None, "import: name or digest of the target's weights")
-    device: str = opt("auto", "verify recompute, repair: auto, cpu, cuda, cuda:N")
+    target: TargetConfig | None = opt(
+        None, "import: the model that made the states; proves them, and lets one train from them"
+    )
+    device: str = opt("auto", "verify recompute, repair, import: auto, cpu, cuda, cuda:N")

@@ -21,7 +21,7 @@ from stage1_extract.decoding import greedy, group_prompts
 from stage1_extract.executors import stop_on_signals
 from stage1_extract.masking import ChatTemplate
 from stage1_extract.remote import Server, answer_chats
-from stage1_extract.rows import BadRow, Reject, Row, data_files, read_rows
+from stage1_extract.rows import BadRow, Reject, Row, data_sources, read_rows
 
 
 @dataclass
@@ -124,7 +124,8 @@ def read_prompts(cfg: GenerateConfig) -> tuple[list[Chat], list[Reject]]:
     """
     chats: dict[str, Chat] = {}
     rejects = []
-    for row in read_rows(data_files(cfg.data.paths), cfg.data.limit):
+    sources = data_sources(cfg.data)
+    for row in read_rows(sources, cfg.data.limit, cfg.data):
         try:
             if isinstance(row, Reject):
                 raise BadRow(row.reason)
@@ -134,7 +135,7 @@ def read_prompts(cfg: GenerateConfig) -> tuple[list[Chat], list[Reject]]:
             rejects.append(Reject(row.source, str(error), row.name))
     if not chats:
         first = f"; the first: {rejects[0].reason}" if rejects else ""
-        raise DataError(f"no usable prompt{first}", where=", ".join(cfg.data.paths))
+        raise DataError(f"no usable prompt{first}", where=", ".join(sources))
     return list(chats.values()), rejects
 
 

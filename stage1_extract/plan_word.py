@@ -26,10 +26,10 @@ def plan(cfg: PlanConfig) -> int:
         ConfigError: neither data nor tokens given; sizes unknown.
         DataError: the data files hold no usable sample.
     """
-    if cfg.tokens is None and not cfg.data.paths:
+    if cfg.tokens is None and not cfg.data.paths and not cfg.data.dataset:
         raise ConfigError(
             "plan needs data or a number of tokens",
-            do="Give data.paths=[chats.jsonl] or tokens=1.67e9",
+            do="Give data.paths=[chats.jsonl], data.dataset=NAME or tokens=1.67e9",
         )
     if cfg.tokens is not None and cfg.tokens <= 0:
         raise ConfigError("tokens must be positive", where="tokens")

@@ -16,7 +16,7 @@ from shared.errors import DataError
 from shared.sample import SnapshotRow, pack_mask, sample_id
 from stage1_extract.config import DataConfig, Thinking, TrainOn
 from stage1_extract.masking import ChatTemplate, Rendered, drop_thinking
-from stage1_extract.rows import BadRow, Reject, Row, data_files, read_rows
+from stage1_extract.rows import BadRow, Reject, Row, data_sources, read_rows
 
 _CHUNK = 256
 
@@ -86,7 +86,7 @@ def prepare(
         DataError: no file, or no usable sample in them.
     """
     check_data(cfg)
-    prepared = Prepared(files=data_files(cfg.paths))
+    prepared = Prepared(files=data_sources(cfg))
     seen: set[str] = set()
     for sample in _samples(cfg, tokenizer, prepared):
         if isinstance(sample, Reject):
@@ -104,7 +104,7 @@ def prepare(
         first = f"; the first: {prepared.rejects[0].reason}" if prepared.rejects else ""
         raise DataError(
             f"no usable sample in {prepared.num_rows} rows{first}",
-            where=", ".join(cfg.paths),
+            where=", ".join(prepared.files),
             do="drafttape plan lists the reasons" if prepared.rejects else None,
         )
     return prepared
@@ -124,7 +124,7 @@ def check_data(cfg: DataConfig) -> None:
 
 
 def _samples(cfg: DataConfig, tokenizer: Any, prepared: Prepared) -> Iterator[Sample | Reject]:
-    rows = read_rows(prepared.files, cfg.limit)
+    rows = read_rows(prepared.files, cfg.limit, cfg)
     template: ChatTemplate | None = None
     while chunk := list(islice(rows, _CHUNK)):
         prepared.num_rows += len(chunk)

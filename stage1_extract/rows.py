@@ -1,6 +1,7 @@
 """Data files to rows: one chat, prompt list, text or token list each, with file and line.
 
-Files: JSONL, a JSON array, Parquet; .gz and .zst around the first two. Rows, by their keys:
+Files: JSONL, a JSON array, Parquet; .gz and .zst around the first two; or a dataset of the Hugging
+Face hub (see hub_data). Rows, by their keys:
 `messages` (OpenAI), `conversations` (ShareGPT), `turns` (user prompts only), `instruction` and
 `output` (Alpaca), `prompt` and `completion` (or `response`), `text` (preformatted), `input_ids`
 (with `loss_mask`). `split` of a row (train; heldout, eval, test, validation) puts it there.
@@ -19,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from shared.errors import DataError
+from stage1_extract.config import DataConfig
+from stage1_extract.hub_data import HUB, hub_rows
 
 ROLES = {
     "system": "system",
@@ -71,6 +74,16 @@ class Reject:
     name: str | None = None
 
 
+def data_sources(cfg: DataConfig) -> list[str]:
+    """Everything that rows are read from: files, then the dataset as `hf://NAME`.
+
+    Raises:
+        DataError: nothing is named, or a path matches nothing.
+    """
+    files = data_files(cfg.paths) if cfg.paths or not cfg.dataset else []
+    return [*files, f"{HUB}{cfg.dataset}"] if cfg.dataset else files
+
+
 def data_files(paths: Sequence[str]) -> list[str]:
     """Paths and globs as files, in the order given, each once.
 
@@ -79,7 +92,9 @@ def data_files(paths: Sequence[str]) -> list[str]:
     """
     if not paths:
         raise DataError(
-            "no data files are named", where="data.paths", do="Give data.paths=[chats.jsonl]"
+            "no data is named",
+            where="data.paths",
+            do="Give data.paths=[chats.jsonl] or data.dataset=NAME",
         )
     files: dict[str, None] = {}
     for path in paths:
@@ -97,15 +112,20 @@ def _matches(pattern: str) -> list[str]:
     return sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207  (pattern may be absolute)
 
 
-def read_rows(files: Sequence[str], limit: int | None = None) -> Iterator[Row | Reject]:
+def read_rows(
+    files: Sequence[str], limit: int | None = None, cfg: DataConfig | None = None
+) -> Iterator[Row | Reject]:
     """Every line of every file as a Row or a Reject.
+
+    Args:
+        cfg: says which part of a dataset is wanted.
 
     Raises:
         DataError: a file can't be read at all.
     """
     count = 0
     for path in files:
-        for line, item in _items(path):
+        for line, item in hub_rows(cfg) if cfg and path.startswith(HUB) else _items(path):
             if limit is not None and count >= limit:
                 return
             count += 1
