@@ -98,6 +98,12 @@ WORDS = {
         "stage2_train.inspect_run:inspect",
         ("run_dir",),
     ),
+    "mup": Word(
+        "write a base-shapes file for muP; check that activations move alike at every width",
+        "drafttape mup drafter=demo width=576 base_shapes=base.json report=mup.html",
+        "stage2_train.config:MupConfig",
+        "stage2_train.mup_check:mup_word",
+    ),
     "codec-report": Word(
         "what each codec costs on a cache: bits, error, KL, speed and, with train=true, acceptance",
         "drafttape codec-report build/demo/cache out=build/codecs",

@@ -21,7 +21,7 @@ from shared.log import note, say
 from shared.record import RunRecord, code_state, differences, machine, read_record, versions
 from shared.spec import CaptureSpec
 from shared.store import Store, load_frozen
-from stage2_train import checkpoint, trainer
+from stage2_train import checkpoint, mup, trainer
 from stage2_train.branch import open_branch
 from stage2_train.config import DrafterConfig, TrainConfig
 from stage2_train.config import Source as StateSource
@@ -234,6 +234,8 @@ def assemble(
         drafter.use_kernels(device)
         if cfg.trainer.recompute:
             recompute_layers(drafter)
+        if cfg.optimizer.mup_base is not None:
+            mup.rescale_init_(drafter.named_parameters(), mup.read_base(cfg.optimizer.mup_base))
         compute = torch.bfloat16 if cfg.trainer.dtype is Dtype.bfloat16 else torch.float32
         drafter.compute_dtype = compute
         embed, head = frozen(store, device, compute)

@@ -107,6 +107,9 @@ class OptimizerConfig:
     muon_dtype: Dtype | None = opt(
         None, "muon: dtype of the multiplications; null: bfloat16 where the device multiplies it"
     )
+    mup_base: str | None = opt(
+        None, "base-shapes file of a narrower drafter (drafttape mup): its lr is scaled by muP"
+    )
 
 
 @dataclass
@@ -306,6 +309,22 @@ class EvalConfig:
     batch_size: int = opt(
         1,
         "prompts decoded together (greedy chain, targets that keep all keys); 1: as one user",
+@dataclass
+class MupConfig:
+    """drafttape mup"""
+
+    drafter: DrafterConfig = opt(DrafterConfig, "the base drafter; wider ones have more heads")
+    optimizer: OptimizerConfig = opt(OptimizerConfig, "optimizer of the coordinate check")
+    width: int = opt(576, "hidden size of the base drafter (its target's)", low=8)
+    num_states: int = opt(5, "tapped states of the target", low=1)
+    base_shapes: str | None = opt(None, "write the base-shapes file here; null: none")
+    check: bool = opt(True, "the coordinate check: train each width with and without muP")
+    widths: list[int] = opt([32, 64, 128, 256], "hidden sizes of the check, the base first", low=8)
+    steps: int = opt(4, "updates of the check, all on one batch", low=1)
+    seeds: int = opt(2, "initial weights and batches averaged", low=1)
+    report: str = opt("mup.html", "the page with activation change against width")
+
+
         low=1,
     )
     again: bool = opt(False, "measure again although eval.json is up to date")

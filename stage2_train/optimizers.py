@@ -7,29 +7,35 @@ the number of ranks is written into a checkpoint.
 """
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shared.errors import CorruptionError, MismatchError
+from stage2_train import mup
 from stage2_train.config import OptimizerConfig, OptimizerName
 from stage2_train.muon import Muon
 from stage2_train.param_rules import Elementwise, Parts, RoutingTable, route
+from stage2_train.sharding import copy_
 
 
 def build_optimizer(
     config: OptimizerConfig,
     named_parameters: Iterable[tuple[str, Tensor]],
     parts: Mapping[str, Parts | Elementwise],
+    *,
+    base: Mapping[str, Any] | None = None,
 ) -> "DrafterOptimizer":
     """Routes every parameter and builds the optimizer of a run.
 
     Args:
         named_parameters: (name, parameter) pairs; frozen and tied ones are listed, not owned.
         parts: the modules' declarations by parameter name.
+        base: base shapes for muP (see `mup`); None reads `config.mup_base`, if there is one.
 
     Raises:
-        ConfigError: see `param_rules.route`.
+        ConfigError: see `param_rules.route` and `mup.multipliers`.
     """
     pairs = list(named_parameters)
     routing = route(pairs, parts, muon=config.name is OptimizerName.muon)
@@ -38,36 +44,53 @@ def build_optimizer(
     others = [(r.name, by_name[r.name]) for r in routing.owned("adamw") if len(r.shape) <= 1]
     matrices = [(r.name, by_name[r.name]) for r in routing.owned("muon")]
     is_muon = config.name is OptimizerName.muon
+    if base is None and config.mup_base is not None:
+        base = mup.read_base(config.mup_base)
+    scale = {} if base is None else mup.multipliers(config, routing, base)
     lr = config.adamw_lr if is_muon and config.adamw_lr is not None else config.lr
     rule = "sgd" if config.name is OptimizerName.sgd else "adamw"
     inner: list[torch.optim.Optimizer] = []
     if matrices:
-        inner.append(_muon(config, matrices, routing))
+        inner.append(_muon(config, matrices, routing, scale))
     groups = [
         # norms, biases, A_log and dt_bias are offsets and gains: decay would pull them off 1 or 0
-        _group(rule, decayed, lr, config.weight_decay),
-        _group(f"{rule}_no_decay", others, lr, 0.0),
+        *_groups(rule, decayed, lr, config.weight_decay, scale),
+        *_groups(f"{rule}_no_decay", others, lr, 0.0, scale),
     ]
-    groups = [group for group in groups if group["params"]]
     if groups:
         inner.append(_sgd(config, groups) if rule == "sgd" else _adamw(config, groups))
     return DrafterOptimizer(config, inner, pairs, routing)
 
 
-def _group(name: str, named: list[tuple[str, Tensor]], lr: float, decay: float) -> dict:
-    return {
-        "name": name,
-        "params": [parameter for _, parameter in named],
-        "lr": lr,
-        "base_lr": lr,
-        "weight_decay": decay,
-    }
+def _groups(
+    name: str,
+    named: list[tuple[str, Tensor]],
+    lr: float,
+    decay: float,
+    scale: Mapping[str, float],
+) -> list[dict]:
+    """A group for each muP factor (see `mup`); one group without muP, none without parameters."""
+    by_factor: dict[float, list[Tensor]] = {}
+    for parameter_name, parameter in named:
+        by_factor.setdefault(scale.get(parameter_name, 1.0), []).append(parameter)
+    return [
+        {
+            "name": name if factor == 1.0 else f"{name}_x{factor:.4g}",
+            "params": parameters,
+            "lr": lr * factor,
+            "base_lr": lr * factor,
+            "weight_decay": decay / factor,
+        }
+        for factor, parameters in by_factor.items()
+    ]
 
 
-def _muon(config: OptimizerConfig, matrices, routing: RoutingTable) -> Muon:
+def _muon(
+    config: OptimizerConfig, matrices, routing: RoutingTable, scale: Mapping[str, float]
+) -> Muon:
     parts = {row.name: row.parts for row in routing.owned("muon")}
     return Muon(
-        [_group("muon", matrices, config.lr, config.weight_decay)],
+        _groups("muon", matrices, config.lr, config.weight_decay, scale),
         {id(parameter): parts[name] for name, parameter in matrices},
         {id(parameter): name for name, parameter in matrices},
         momentum=config.momentum,
@@ -199,12 +222,14 @@ class DrafterOptimizer:
                 )
         with torch.no_grad():
             for key, value in saved.items():
-                own[key].copy_(value)
+                copy_(own[key], value)
 
     def settings(self) -> dict[str, str]:
         """What a resumed run must share besides its state; saved with the checkpoint."""
         config = self.config
         result = {"optimizer": config.name.value}
+        if config.mup_base is not None:
+            result["mup"] = mup.digest(mup.read_base(config.mup_base))
         for optimizer in self.inner:
             if isinstance(optimizer, Muon):
                 dtype = optimizer.compute_dtype()
