@@ -231,11 +231,11 @@ def assemble(
     assert token is not None  # open_source filled it in
     with closing(_feed(source, device)) as feed:
         drafter = build_drafter(cfg.drafter, spec, cfg.init_seed).to(device)
+        if cfg.optimizer.mup_base is not None:
+            mup.rescale_init_(drafter.named_parameters(), mup.read_base(cfg.optimizer.mup_base))
         drafter.use_kernels(device)
         if cfg.trainer.recompute:
             recompute_layers(drafter)
-        if cfg.optimizer.mup_base is not None:
-            mup.rescale_init_(drafter.named_parameters(), mup.read_base(cfg.optimizer.mup_base))
         compute = torch.bfloat16 if cfg.trainer.dtype is Dtype.bfloat16 else torch.float32
         drafter.compute_dtype = compute
         embed, head = frozen(store, device, compute)

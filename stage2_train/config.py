@@ -295,21 +295,6 @@ class InspectConfig:
 
 
 @dataclass
-class EvalConfig:
-    """drafttape eval"""
-
-    run_dir: str = opt(MISSING, "directory of a run")
-    target: TargetConfig | None = opt(None, "target to decode with; null: the one of the cache")
-    checkpoint: str = opt("last", "last, best or step-NNNNNN")
-    decode: bool = opt(True, "speculative decoding against the target on held-out prompts")
-    max_prompts: int | None = opt(None, "most prompts decoded; null: all held-out ones", low=1)
-    max_new_tokens: int = opt(64, "tokens decoded a prompt", low=1)
-    temperature: float = opt(0.0, "0: greedy; above it: verification by sampling", low=0)
-    tree: int = opt(0, "verify a tree of so many drafts (DDTree, greedy only); 0: a chain", low=0)
-    batch_size: int = opt(
-        1,
-        "prompts decoded together (greedy chain, targets that keep all keys); 1: as one user",
-@dataclass
 class MupConfig:
     """drafttape mup"""
 
@@ -325,6 +310,21 @@ class MupConfig:
     report: str = opt("mup.html", "the page with activation change against width")
 
 
+@dataclass
+class EvalConfig:
+    """drafttape eval"""
+
+    run_dir: str = opt(MISSING, "directory of a run")
+    target: TargetConfig | None = opt(None, "target to decode with; null: the one of the cache")
+    checkpoint: str = opt("last", "last, best or step-NNNNNN")
+    decode: bool = opt(True, "speculative decoding against the target on held-out prompts")
+    max_prompts: int | None = opt(None, "most prompts decoded; null: all held-out ones", low=1)
+    max_new_tokens: int = opt(64, "tokens decoded a prompt", low=1)
+    temperature: float = opt(0.0, "0: greedy; above it: verification by sampling", low=0)
+    tree: int = opt(0, "verify a tree of so many drafts (DDTree, greedy only); 0: a chain", low=0)
+    batch_size: int = opt(
+        1,
+        "prompts decoded together (greedy chain, targets that keep all keys); 1: as one user",
         low=1,
     )
     again: bool = opt(False, "measure again although eval.json is up to date")
