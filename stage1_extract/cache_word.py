@@ -229,11 +229,16 @@ def exchange_import(cfg: CacheWordConfig) -> int:
             container=cfg.container.value,
             layer_ids=cfg.layer_ids,
             weights=cfg.weights,
+            target=cfg.target,
+            device=cfg.device,
             progress=bar.update,
         )
     for source_name, reason in report.rejected:
         say(f"left out {source_name}: {reason}")
     say(f"{report.samples} samples imported, {len(report.rejected)} left out")
+    if cfg.target is None:
+        say("to train from them, import again with target=…: it proves the states and stores "
+            "embedding and head")  # fmt: skip
     if not report.samples:
         raise CorruptionError("no sample could be imported", where=source)
     return 0 if not report.rejected else 3

@@ -21,11 +21,13 @@ from typing import Any
 
 import numpy as np
 
+from shared.config import TargetConfig
 from shared.errors import ConfigError, DataError, DrafttapeError
 from shared.sample import SnapshotRow, pack_mask, sample_id
 from shared.spec import CaptureSpec
 from shared.store import Store
 from stage1_extract.checks import finite
+from stage1_extract.import_target import ImportTarget
 from stage1_extract.prompts import split_of
 
 KINDS = ("specforge", "speculators", "deepspec")
@@ -61,13 +63,19 @@ def import_from(
     container: str,
     layer_ids: list[int] | None,
     weights: str | None,
+    target: TargetConfig | None = None,
+    device: str = "auto",
     progress: Callable[[int], object] = lambda count: None,
 ) -> ImportReport:
     """Writes a cache and a snapshot "imported" from another tool's files.
 
+    Args:
+        target: the model that made the states. It is loaded, the first samples are held against
+            it, and its embedding and head are stored, so that one can train from the cache.
+
     Raises:
         ConfigError: unknown kind; the files don't name the tapped layers and neither do you.
-        MismatchError: the cache is of another spec.
+        MismatchError: the cache is of another spec, or the states aren't the target's.
     """
     if kind not in KINDS:
         raise ConfigError(
@@ -81,6 +89,7 @@ def import_from(
     layers = layer_ids or manifest.get("target_layer_ids")
     if not layers:
         raise ConfigError("the files don't say which layers were tapped", do="Give layer_ids=[…]")
+    known = ImportTarget(target, layers, device) if target is not None else None
     store: Store | None = None
     rows: list[SnapshotRow] = []
     batch: dict[str, Foreign] = {}
@@ -92,6 +101,9 @@ def import_from(
         try:
             spec = _spec(kind, item, layers, weights, manifest)
             _check(item, spec)
+            if known is not None:
+                spec = known.spec(spec)
+                known.check(item.ids_T, item.hidden_TLD, spec)
             if store is None:
                 store = Store.create(root, spec)
         except (DataError, ValueError) as error:
@@ -118,6 +130,8 @@ def import_from(
         if batch:
             _write(store, batch, codec, container)
         meta = {"imported_from": kind, "source": source, "rejected": len(report.rejected)}
+        if known is not None:
+            known.keep(store)
         store.write_snapshot(rows, meta, name="imported")
     return report
 

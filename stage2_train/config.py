@@ -315,6 +315,7 @@ class EvalConfig:
     """drafttape eval"""
 
     run_dir: str = opt(MISSING, "directory of a run")
+    cache: str | None = opt(None, "the run's cache, if it has moved since")
     target: TargetConfig | None = opt(None, "target to decode with; null: the one of the cache")
     checkpoint: str = opt("last", "last, best or step-NNNNNN")
     decode: bool = opt(True, "speculative decoding against the target on held-out prompts")

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shared.config import Dtype, TargetConfig, typed
-from shared.errors import ConfigError, CorruptionError, DataError, MismatchError
+from shared.errors import CacheError, ConfigError, CorruptionError, DataError, MismatchError
 from shared.fs import disk_errors, write_atomic
 from shared.log import note, progress, read_json_lines, say
 from shared.record import read_record
@@ -53,14 +53,17 @@ class LoadedRun:
     head_VD: Tensor
 
 
-def load_run(run_dir: str | Path, which: str = "last", device: str = "cpu") -> LoadedRun:
+def load_run(
+    run_dir: str | Path, which: str = "last", device: str = "cpu", cache: str | None = None
+) -> LoadedRun:
     """Loads the drafter of a run's checkpoint, its cache and snapshot.
 
     Args:
         which: `last`, `best` or `step-NNNNNN`.
+        cache: where the run's cache lies now, if it has moved.
 
     Raises:
-        DataError: no run there. MismatchError: no such checkpoint, or it doesn't fit.
+        DataError: no run there. MismatchError: no such checkpoint, or it or the cache doesn't fit.
         CorruptionError, CacheError: the checkpoint or the cache can't be read.
     """
     from shared.store import Store
@@ -69,7 +72,14 @@ def load_run(run_dir: str | Path, which: str = "last", device: str = "cpu") -> L
     path = Path(run_dir)
     record = read_record(path)
     config = typed(TrainConfig, record.config, where=path / "run.json")
-    store = Store.open(record.cache_root(path))
+    root = cache or record.cache_root(path)
+    if not Path(root).exists() and "://" not in root:
+        raise CacheError(
+            "the run's cache is not there any more",
+            where=root,
+            do="If it has moved: drafttape eval RUN cache=NEW_ROOT",
+        )
+    store = Store.open(root)
     if store.spec.digest != record.spec_digest:
         raise MismatchError(
             f"the cache's spec is {store.spec.digest}, the run was trained on {record.spec_digest}",
@@ -131,7 +141,7 @@ def measure(cfg: EvalConfig) -> dict[str, Any]:
     known = read_evaluation(path)
     if known is not None and known.get("key") == key and not cfg.again:
         return known
-    run = load_run(path, cfg.checkpoint, device)
+    run = load_run(path, cfg.checkpoint, device, cfg.cache)
     batches = heldout_batches(
         run.snapshot, run.store.reader(), run.config, run.config.drafter.mask_token_id
     )

@@ -16,7 +16,7 @@ TARGET = TargetConfig(
 )  # fmt: skip
 
 
-def target_cache(root):
+def target_cache(root, last_hidden=False):
     """Writes a cache of twelve samples, four of them held out, and returns it."""
     target = load_target(TARGET)
     rng, samples, rows = np.random.default_rng(0), [], []
@@ -30,12 +30,12 @@ def target_cache(root):
         rows.append(
             SnapshotRow(samples[-1][0], len(tokens), pack_mask(mask), split, f"x.jsonl:{index}")
         )
-    spec = target.spec()
+    spec = target.spec(last_hidden=last_hidden)
     store = Store.create(root, spec)
     with store.write_shard(samples, "lossless", "zarr") as writer:
         for name, tokens in samples:
             ids = torch.from_numpy(tokens).long()[None]
-            hidden = capture(target, ids, [len(tokens)], spec.layer_ids)[0]
+            hidden = capture(target, ids, [len(tokens)], spec.layer_ids, last_hidden)[0]
             writer.append(name, hidden.view(torch.int16).numpy().view(np.uint16))
     info = {
         "model": TARGET.model, "target": to_plain(TARGET), "mask_token_id": 259, "tied": True,

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from shared.config import to_plain, typed
-from shared.errors import MismatchError
+from shared.errors import CacheError, MismatchError
 from stage2_train import evaluate
 from stage2_train.build import train_run
 from stage2_train.config import EvalConfig, TrainConfig
@@ -59,6 +59,20 @@ def test_an_up_to_date_result_is_read(world):
     assert evaluate.measure(config).get("marker") == 1
     assert "marker" not in evaluate.measure(replace(config, again=True))
     assert "marker" not in evaluate.measure(replace(config, checkpoint="step-000006", again=True))
+
+
+def test_a_moved_cache_is_found_where_one_says(world, tmp_path):
+    root, run_dir = world
+    config = EvalConfig(run_dir=str(run_dir), decode=False, again=True)
+    known = evaluate.measure(config)
+    root.rename(tmp_path / "elsewhere")
+    try:
+        with pytest.raises(CacheError, match="moved"):
+            evaluate.measure(config)
+        found = evaluate.measure(replace(config, cache=str(tmp_path / "elsewhere")))
+    finally:
+        (tmp_path / "elsewhere").rename(root)
+    assert found["samples"] == known["samples"]
 
 
 def test_another_target_is_refused(world):
