@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-PARTS = ("storage", "extract", "mixer", "train", "muon", "sweep")
+PARTS = ("storage", "extract", "mixer", "train", "common", "muon", "sweep")
 RESULTS = Path("build/bench.json")
 
 
