@@ -2,8 +2,9 @@
 
 `checkpoints/step-000150/`: `model.safetensors` (fp32 masters), `optimizer.safetensors` (states by
 parameter name), `state.json` (step, digest, totals, a crc32c of each file; sealed, written last). A
-checkpoint is written beside its place, fsynced and renamed. Order and anchors are pure functions of
-the step, so no generator state is saved. Tensors are never cast.
+drafter that is cut over ranks has a file of each rank instead of the first two (see
+`checkpoint_shards`). A checkpoint is written beside its place, fsynced and renamed. Order and
+anchors are pure functions of the step, so no generator state is saved. Tensors are never cast.
 """
 
 import json
@@ -20,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from shared.errors import CorruptionError, MismatchError
 from shared.fs import disk_errors, fsync_path, seal_json, unseal_json, write_atomic
+from stage2_train.sharding import copy_
 
 FOLDER = "checkpoints"
 FILES = ("model.safetensors", "optimizer.safetensors")
@@ -49,28 +51,55 @@ def save(
     Raises:
         CacheError: the disk is full, read-only or gone.
     """
-    folder = run_dir / FOLDER
-    final, temporary = folder / name_of(step), folder / f".tmp-{name_of(step)}"
-    with disk_errors(folder):
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        checksums = {}
+    folder = begin(run_dir, step)
+    with disk_errors(folder.parent):
         for file, tensors in zip(FILES, (model, optimizer), strict=True):
             try:
                 save_file(
                     {key: t.detach().cpu().contiguous() for key, t in tensors.items()},
-                    temporary / file,
+                    folder / file,
                 )
             except SafetensorError as error:
                 raise OSError(str(error)) from error
-            fsync_path(temporary / file)
-            checksums[file] = _crc(temporary / file)
+            fsync_path(folder / file)
+    return finish(run_dir, step, state)
+
+
+def temporary(run_dir: Path, step: int) -> Path:
+    """Where a checkpoint is written before it is renamed."""
+    return run_dir / FOLDER / f".tmp-{name_of(step)}"
+
+
+def begin(run_dir: Path, step: int) -> Path:
+    """Makes the empty directory that a checkpoint is written in; what a killed save left goes.
+
+    Raises:
+        CacheError: the disk is full, read-only or gone.
+    """
+    folder = run_dir / FOLDER
+    with disk_errors(folder):
+        for left in folder.glob(".tmp-step-*"):
+            shutil.rmtree(left, ignore_errors=True)
+        temporary(run_dir, step).mkdir(parents=True)
+    return temporary(run_dir, step)
+
+
+def finish(run_dir: Path, step: int, state: dict[str, Any]) -> Path:
+    """Seals a directory whose tensor files are written, and puts it in its place.
+
+    Raises:
+        CacheError: the disk is full, read-only or gone.
+    """
+    folder = run_dir / FOLDER
+    final, made = folder / name_of(step), temporary(run_dir, step)
+    with disk_errors(folder):
+        checksums = {p.name: _crc(p) for p in sorted(made.glob("*.safetensors"))}
         document = {"format": 2, "step": step, **state, "crc32c": checksums}
         # A step that met a NaN is a state too.
-        write_atomic(temporary / "state.json", seal_json(document, allow_nan=True))
+        write_atomic(made / "state.json", seal_json(document, allow_nan=True))
         if final.exists():  # the same step again after a resume: equal, but whole beats old
             shutil.rmtree(final)
-        temporary.rename(final)
+        made.rename(final)
         fsync_path(folder)
     return final
 
@@ -84,21 +113,41 @@ def load(
         CorruptionError: a file is missing, cut or changed.
     """
     state = load_state(path)
-    tensors = []
-    for file in FILES:
+    verify(path, state)
+    if set(state["crc32c"]) == set(FILES):
+        return load_file(path / FILES[0]), load_file(path / FILES[1]), state
+    from stage2_train.checkpoint_shards import read_whole
+
+    tensors = read_whole(path)
+    states = {key: tensor for key, tensor in tensors.items() if "/" in key}
+    return {key: t for key, t in tensors.items() if key not in states}, states, state
+
+
+def verify(path: Path, state: dict[str, Any], rank: int = 0, world: int = 1) -> None:
+    """Holds the tensor files against their checksums; rank r of W looks at every W-th.
+
+    Raises:
+        CorruptionError: a file is missing, cut or changed.
+    """
+    files = state.get("crc32c") or dict.fromkeys(FILES, "")
+    for file in sorted(files)[rank::world]:
         try:
-            if _crc(path / file) != state["crc32c"][file]:
+            if _crc(path / file) != files[file]:
                 raise CorruptionError(
                     "the file is not what was written (its checksum differs)",
                     where=path / file,
                     do=f"Delete {path}; the same command goes on from the checkpoint before",
                 )
-            tensors.append(load_file(path / file))
-        except (OSError, KeyError, SafetensorError) as error:
+        except OSError as error:
             raise CorruptionError(
                 f"the checkpoint can't be read ({error})", where=path / file
             ) from None
-    return tensors[0], tensors[1], state
+
+
+def weights_key(path: Path) -> str:
+    """Changes when a checkpoint's tensor files do."""
+    files = load_state(path).get("crc32c") or {}
+    return files.get(FILES[0]) or "-".join(files[file] for file in sorted(files))
 
 
 def load_state(path: Path) -> dict[str, Any]:
@@ -137,7 +186,7 @@ def load_parameters(module: torch.nn.Module, tensors: dict[str, torch.Tensor], w
             )
     with torch.no_grad():
         for key, parameter in mine.items():
-            parameter.copy_(tensors[key])
+            copy_(parameter, tensors[key])
 
 
 def steps(run_dir: Path) -> list[int]:

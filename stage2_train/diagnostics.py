@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stage2_train.ownership import local
 from stage2_train.param_rules import blocks
+from stage2_train.sharding import sum_over_shards
 
 
 class Diagnostics:
@@ -35,7 +37,7 @@ class Diagnostics:
         """Call before the optimizer's step; `step` counts updates from one."""
         if self.every and step % self.every == 0:
             named = self.optimizer.named_parameters
-            self._before = {name: p.detach().clone() for name, p in named.items()}
+            self._before = {name: local(p.detach()).clone() for name, p in named.items()}
 
     @torch.no_grad()
     def after(self, report: Any) -> dict[str, float]:
@@ -49,6 +51,7 @@ class Diagnostics:
             return {}
         rows = [self._row(name, group, report) for name, group in self.optimizer.group_of().items()]
         self._before = {}
+        self._total(rows)
         found: dict[str, float] = {}
         for group in self.optimizer.param_groups:
             mine = [row for row in rows if row["group"] == group["name"]]
@@ -61,14 +64,14 @@ class Diagnostics:
         return found
 
     def _row(self, name: str, group: Mapping[str, Any], report: Any) -> dict[str, Any]:
-        parameter = self.optimizer.named_parameters[name]
+        parameter = local(self.optimizer.named_parameters[name])
         before = self._before[name]
-        state = self.optimizer.state_of(name)
+        state = {key: local(value) for key, value in self.optimizer.state_of(name).items()}
         first = state.get("momentum", state.get("exp_avg", state.get("momentum_buffer")))
         return {
             "name": name,
             "group": group["name"],
-            "count": parameter.numel(),
+            "count": self.optimizer.named_parameters[name].numel(),
             "update": float((parameter.float() - before.float()).double().square().sum()),
             "weight": float(before.double().square().sum()),
             "gradient": report.norms.get(name, 0.0) ** 2,
@@ -78,6 +81,17 @@ class Diagnostics:
             if "exp_avg_sq" in state
             else None,
         }
+
+    def _total(self, rows: list[dict[str, Any]]) -> None:
+        """Sums of squares over the shards of a cut parameter; each element counts once."""
+        owners = [self.optimizer.named_parameters[row["name"]] for row in rows]
+        keys = ("update", "weight", "first", "second")
+        table = torch.tensor(
+            [[row[key] or 0.0 for key in keys] for row in rows], dtype=torch.float64
+        )
+        table = sum_over_shards(table.to(owners[0].device), owners).tolist()
+        for row, totals in zip(rows, table, strict=True):
+            row |= {k: t for k, t in zip(keys, totals, strict=True) if row[k] is not None}
 
 
 def _summary(rows: Sequence[Mapping[str, Any]], group: Mapping[str, Any]) -> dict[str, float]:

@@ -130,7 +130,7 @@ def measure(cfg: EvalConfig) -> dict[str, Any]:
     folder = checkpoint.find(path, cfg.checkpoint)
     key = {
         "checkpoint": folder.name,
-        "weights": checkpoint.load_state(folder).get("crc32c", {}).get("model.safetensors"),
+        "weights": checkpoint.weights_key(folder),
         "decode": cfg.decode,
         "max_prompts": cfg.max_prompts,
         "max_new_tokens": cfg.max_new_tokens,

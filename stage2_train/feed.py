@@ -117,6 +117,7 @@ def _work(reader: Any, block: SharedBlock, shape: tuple[int, ...], pipe: Any) ->
     """The loop of a worker: (slot offset, parts) in, ("row", tokens) or an error out."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the training process decides when to end
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     with contextlib.suppress(ImportError):
         from numcodecs import blosc
 

@@ -152,3 +152,7 @@ class Context:
 
     plain_TD: torch.Tensor
     spread_PD: torch.Tensor
+
+
+# FSDP looks for the tensors among a layer's inputs that need a gradient.
+torch.utils._pytree.register_dataclass(Context)

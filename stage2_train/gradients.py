@@ -9,6 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from stage2_train.ownership import local
+from stage2_train.sharding import is_cut, sum_over_shards
+
 
 @dataclass(frozen=True)
 class GradientReport:
@@ -46,16 +49,17 @@ def clip_gradients(
     """
     owners = {id(p): (n, p) for n, p in named_parameters if p.grad is not None}
     names = [name for name, _ in owners.values()]
-    gradients = [parameter.grad for _, parameter in owners.values()]
+    whole = [parameter.grad for _, parameter in owners.values()]
+    gradients = [local(gradient) for gradient in whole]
     if not gradients:
         return GradientReport(0.0, 1.0, {})
-    norms = _norms(gradients)
+    norms = _norms(gradients, whole)
     report = dict(zip(names, norms.tolist(), strict=True))
     total = float(torch.linalg.vector_norm(norms))
     nonfinite = tuple(
         name
-        for name, gradient, norm in zip(names, gradients, norms, strict=True)
-        if not norm.isfinite() and not gradient.isfinite().all()
+        for name, gradient, norm in zip(names, whole, norms, strict=True)
+        if not norm.isfinite() and (is_cut(gradient) or not gradient.isfinite().all())
     )
     if nonfinite:
         return GradientReport(total, 1.0, report, nonfinite)
@@ -66,14 +70,17 @@ def clip_gradients(
     if how == "value":
         torch._foreach_clamp_max_(gradients, threshold)
         torch._foreach_clamp_min_(gradients, -threshold)
-        after = float(torch.linalg.vector_norm(_norms(gradients)))
+        after = float(torch.linalg.vector_norm(_norms(gradients, whole)))
         return GradientReport(total, after / total if total else 1.0, report)
     return GradientReport(total, 1.0, report)
 
 
-def _norms(gradients: list[Tensor]) -> Tensor:
-    """L2 norms in float64; float32 squares overflow from 1e19 on."""
+def _norms(gradients: list[Tensor], whole: list[Tensor]) -> Tensor:
+    """L2 norms in float64 of the whole gradients, each element counted once over shards.
+
+    float32 squares overflow from 1e19 on.
+    """
     norms = torch.stack([norm.double() for norm in torch._foreach_norm(gradients)])
     for i in (~norms.isfinite()).nonzero().flatten().tolist():
         norms[i] = torch.linalg.vector_norm(gradients[i], dtype=torch.float64)
-    return norms
+    return sum_over_shards(norms.square_(), whole).sqrt_() if any(map(is_cut, whole)) else norms

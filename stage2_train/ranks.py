@@ -1,9 +1,9 @@
 """The processes of a run: one, or those that torchrun started.
 
-Every rank holds the whole drafter and computes every W-th row of a step. Gradients are summed once
-an update, after accumulation, in float32, in flat buckets; the loss has been divided by the step's
-global denominator, so a sum is all there is to do and the number of ranks changes nothing but
-rounding.
+Every rank computes every W-th row of a step. What it holds whole has its gradients summed once an
+update, after accumulation, in float32, in flat buckets; what is cut (`sharding`) has them summed
+with every row. The loss has been divided by the step's global denominator, so a sum is all there is
+to do and the number of ranks changes nothing but rounding.
 """
 
 import datetime
@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+
+from stage2_train.sharding import is_cut
 
 # The first rank alone measures the held-out split and writes checkpoints; the others wait.
 TIMEOUT = datetime.timedelta(hours=2)
@@ -23,10 +25,14 @@ class Ranks:
 
     Args:
         device: "cpu" (gloo) or "cuda…" (nccl).
+
+    Attributes:
+        cut: the drafter's matrices are cut over ranks, which must then pass equally many rows.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.world = int(os.environ.get("WORLD_SIZE", "1"))
+        self.cut, self._host = False, None
         self.rank = int(os.environ.get("RANK", "0")) if self.world > 1 else 0
         if self.world > 1:
             import torch.distributed as dist
@@ -42,7 +48,8 @@ class Ranks:
         return self.rank == 0
 
     def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Sums `.grad` over all ranks in place; a rank without rows takes part with zeros."""
+        """Sums `.grad` of whole parameters over all ranks in place; a rank without rows takes part
+        with zeros."""
         if self.world == 1:
             return
         import torch.distributed as dist
@@ -51,6 +58,8 @@ class Ranks:
         buckets: list[list[torch.Tensor]] = [[]]
         size = 0
         for parameter in parameters:
+            if is_cut(parameter):
+                continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             gradients.append(parameter.grad)
@@ -60,7 +69,7 @@ class Ranks:
                 size = 0
             buckets[-1].append(gradient)
             size += gradient.numel()
-        for bucket in buckets:
+        for bucket in filter(None, buckets):
             flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
             dist.all_reduce(flat)
             totals = flat.split([gradient.numel() for gradient in bucket])
@@ -76,6 +85,14 @@ class Ranks:
         values: list[Any] = [None] * self.world
         dist.all_gather_object(values, value)
         return values
+
+    def host_group(self) -> Any:
+        """A group over host memory for checkpoints, apart from training's; all ranks ask for it."""
+        import torch.distributed as dist
+
+        if self._host is None:
+            self._host = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        return self._host
 
     def barrier(self) -> None:
         """Waits for all ranks."""

@@ -9,9 +9,8 @@ checkpoint gives the same bits on the CPU.
 
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,78 +18,22 @@ import torch
 
 from shared.errors import DrafttapeError, Interrupted, TrainingError
 from shared.log import note, progress
-from shared.record import RunRecord
 from stage2_train import checkpoint
 from stage2_train.batch import Batch
-from stage2_train.branch import Branch
-from stage2_train.config import TrainConfig
 from stage2_train.diagnostics import Diagnostics
 from stage2_train.gradients import clip_gradients
-from stage2_train.loader import Loader
+from stage2_train.job import Job, Progress
 from stage2_train.loss import batch_loss, slot_weights
 from stage2_train.metrics import Metrics, step_flops
 from stage2_train.profiling import ProfileWindow
-from stage2_train.ranks import Ranks
-from stage2_train.steps import Row, StepPlan, chain
-from stage2_train.trackers import Sink
-
-TOTALS = ("tokens", "supervised", "blocks", "flops", "seconds", "data_wait", "skipped")
-
-
-@dataclass
-class Job:
-    """Everything the loop needs; `build.assemble` makes it.
-
-    Attributes:
-        cfg: the resolved configuration.
-        run_dir: where everything is written.
-        record: what is proven about the run.
-        plan: rows and denominators.
-        steps: planned updates.
-        total_rows: rows of the run; None when steps were given, not epochs.
-        loader: reads rows.
-        reader: reads one sample (to find what is wrong in it).
-        drafter: fp32 masters.
-        embed, head: the target's, frozen.
-        optimizer, factor: updates; learning-rate factor of a 0-based update.
-        heldout: measures the held-out split; None when there is none.
-        branch: where a run without a checkpoint of its own begins; None: at initial weights.
-        trackers: connects to the chosen services.
-        device, ranks: where this process computes, and among which.
-    """
-
-    cfg: TrainConfig
-    run_dir: Path
-    record: RunRecord
-    plan: StepPlan
-    steps: int
-    total_rows: int | None
-    loader: Loader
-    reader: Any
-    drafter: Any
-    embed: torch.Tensor
-    head: torch.Tensor
-    optimizer: Any
-    factor: Callable[[int], float]
-    heldout: Callable[[], dict[str, Any]] | None
-    branch: Branch | None
-    trackers: Callable[[], list[Sink]]
-    device: torch.device
-    ranks: Ranks
-
-
-@dataclass
-class Progress:
-    """What changes while a run goes on; saved in every checkpoint."""
-
-    step: int = 0
-    digest: bytes = b""
-    bad_in_row: int = 0
-    totals: dict[str, float] = field(default_factory=lambda: dict.fromkeys(TOTALS, 0))
+from stage2_train.saver import Saver, restore, save
+from stage2_train.sharding import idle_batch
+from stage2_train.steps import Row, chain
 
 
 class StopSignals:
-    """Turns SIGTERM and the first Ctrl-C into a flag that is looked at between updates."""
+    """Turns SIGTERM, SIGUSR1 (a scheduler's warning before it ends a job) and the first Ctrl-C into
+    a flag that is looked at between updates."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -98,7 +41,7 @@ class StopSignals:
     def __enter__(self) -> "StopSignals":
         self._old = {
             number: signal.signal(number, self._request)
-            for number in (signal.SIGTERM, signal.SIGINT)
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
         }
         return self
 
@@ -120,7 +63,7 @@ def run(job: Job) -> dict[str, Any]:
 
     Raises:
         TrainingError: a loss or gradient is not finite.
-        Interrupted: SIGTERM or Ctrl-C; a checkpoint has been saved.
+        Interrupted: SIGTERM, SIGUSR1 or Ctrl-C; a checkpoint has been saved.
     """
     state = restore(job)
     asked = job.cfg.trainer
@@ -134,6 +77,7 @@ def run(job: Job) -> dict[str, Any]:
     window = ProfileWindow(job.run_dir / "profile", asked.profile_start, asked.profile_steps)
     bar = progress(job.steps, "train", "step", initial=state.step, disable=not job.ranks.is_main)
     batches = job.loader.batches(_rows(job, state.step))
+    saver = Saver(background=asked.async_checkpoint)
     last: dict[str, Any] = {}
     try:
         with StopSignals() as stop:
@@ -146,20 +90,25 @@ def run(job: Job) -> dict[str, Any]:
                 stopping = any(job.ranks.gather(stop.requested))
                 done = state.step == job.steps
                 due = _due(job, state.step)
-                measured = _measure(job, state, metrics) if due and job.ranks.is_main else None
+                takes_part = job.ranks.is_main or job.ranks.cut
+                measured = _measure(job, state, metrics) if due and takes_part else None
                 every = asked.checkpoint_every
                 if due or done or stopping or (every and state.step % every == 0):
-                    save(job, state, last, measured)
+                    save(job, state, last, measured, saver)
                 if stopping and not done:
+                    saver.wait()
                     raise Interrupted(
                         f"stopped after update {state.step} of {job.steps}; it is saved",
                         where=job.run_dir,
                         do="The same command goes on",
                     )
+            saver.wait()
     finally:
+        saver.close()
         window.close()
         bar.close()
         metrics.close()
+    job.ranks.barrier()  # the first rank has put the last checkpoint in its place
     saved = checkpoint.load_state(checkpoint.find(job.run_dir, "last"))
     return {
         "step": state.step,
@@ -191,6 +140,8 @@ def update(
             raise other.error  # the same one on every rank
     named = list(job.drafter.named_parameters())
     job.ranks.sum_gradients(parameter for _, parameter in named if parameter.requires_grad)
+    if not counts_K.any():
+        job.optimizer.zero_grad(set_to_none=True)  # nothing to learn from, so nothing moves
     losses = _interleave([other.losses for other in shares])
     loss = float(np.sum(losses))
     report = clip_gradients(named, cfg.trainer.clip.value, cfg.trainer.clip_norm)
@@ -266,25 +217,49 @@ def accumulate(
     """Forward and backward over this rank's rows; an error becomes part of the share."""
     share = Share()
     numbers: list[torch.Tensor] = []
-    try:
-        for _ in rows[job.ranks.rank :: job.ranks.world]:
-            asked = time.perf_counter()
-            _, batch = next(batches)
-            share.wait += time.perf_counter() - asked
+    mine = len(rows[job.ranks.rank :: job.ranks.world])
+    passes = -(-len(rows) // job.ranks.world) if job.ranks.cut else mine
+    for turn in range(passes):
+        if job.ranks.cut and hasattr(job.drafter, "set_requires_all_reduce"):
+            job.drafter.set_requires_all_reduce(turn == passes - 1)
+        batch = _next(batches, share) if turn < mine and share.error is None else None
+        if batch is not None:
             share.digests.append(batch.digest(job.plan.block))
             share.tokens += batch.num_tokens
             share.blocks += batch.num_anchors
             loss, stats = forward(job, batch.to(job.device), weight)
-            if loss.requires_grad:
-                loss.backward()
+        elif job.ranks.cut:
+            loss, stats = _idle(job), None
+        else:
+            break
+        if loss.requires_grad:
+            loss.backward()
+        if stats is not None:
             right = stats["correct"].sum() if stats else loss.detach()
             numbers.append(torch.stack([loss.detach().double(), right.double()]))
-    except DrafttapeError as error:
-        share.error = error
     if numbers:  # one wait for the device a step
         pairs = torch.stack(numbers).tolist()
         share.losses, share.correct = [p[0] for p in pairs], sum(p[1] for p in pairs)
     return share
+
+
+def _next(batches: Iterator[tuple[Row, Batch]], share: Share) -> Batch | None:
+    """The next row; an error becomes part of the share, so that all ranks end with it."""
+    asked = time.perf_counter()
+    try:
+        return next(batches)[1]
+    except DrafttapeError as error:
+        share.error = error
+        return None
+    finally:
+        share.wait += time.perf_counter() - asked
+
+
+def _idle(job: Job) -> torch.Tensor:
+    """A pass that adds nothing: where matrices are cut, all ranks gather them together."""
+    drafter = job.drafter
+    batch = idle_batch(drafter.num_states, drafter.hidden_size, job.device)
+    return drafter(batch, job.embed).sum() * 0
 
 
 def forward(job: Job, batch: Batch, weight: float) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -298,7 +273,7 @@ def forward(job: Job, batch: Batch, weight: float) -> tuple[torch.Tensor, dict[s
         weight: the denominator of the whole step.
     """
     if weight == 0 or not batch.num_anchors:
-        return torch.zeros((), device=job.device), {}
+        return _idle(job) if job.ranks.cut else torch.zeros((), device=job.device), {}
     return batch_loss(
         job.drafter(batch, job.embed),
         batch,
@@ -370,61 +345,3 @@ def _measure(job: Job, state: Progress, metrics: Metrics) -> dict[str, Any]:
     measured = {key: value for key, value in measured.items() if key != "samples"}
     metrics.write(state.step, **measured)
     return measured
-
-
-def restore(job: Job) -> Progress:
-    """The state after the newest checkpoint, loaded into drafter and optimizer; or the start.
-
-    Raises:
-        CorruptionError: the checkpoint is damaged.
-        MismatchError: it belongs to another drafter or optimizer.
-    """
-    existing = checkpoint.steps(job.run_dir)
-    if not existing and job.branch is not None:
-        return _take_over(job, job.branch)
-    if not existing:
-        return Progress(digest=job.plan.start_digest())
-    path = job.run_dir / checkpoint.FOLDER / checkpoint.name_of(existing[-1])
-    model, optimizer, saved = checkpoint.load(path)
-    checkpoint.load_parameters(job.drafter, model, path)
-    job.optimizer.check_settings(saved["optimizer"])
-    job.optimizer.load_named_state(optimizer)
-    return Progress(
-        saved["step"], bytes.fromhex(saved["digest"]), saved["bad_in_row"], saved["totals"]
-    )
-
-
-def _take_over(job: Job, branch: Branch) -> Progress:
-    checkpoint.load_parameters(job.drafter, branch.model, branch.path)
-    if branch.optimizer is not None:
-        job.optimizer.load_named_state(branch.optimizer)
-    if not branch.same_data:
-        return Progress(digest=job.plan.start_digest())
-    saved = branch.state
-    return Progress(saved["step"], bytes.fromhex(saved["digest"]), 0, dict(saved["totals"]))
-
-
-def save(job: Job, state: Progress, line: dict[str, Any], measured: dict[str, Any] | None) -> None:
-    """Writes a checkpoint, marks it when it is the best, and deletes old ones."""
-    if job.ranks.is_main:
-        checkpoint.save(
-            job.run_dir,
-            state.step,
-            dict(job.drafter.named_parameters()),
-            job.optimizer.named_state(),
-            {
-                "digest": state.digest.hex(),
-                "bad_in_row": state.bad_in_row,
-                "totals": state.totals,
-                "optimizer": job.optimizer.settings(),
-                "line": line,
-                "heldout": measured,
-            },
-        )
-        loss = float("nan") if measured is None else measured["heldout_loss"]
-        if checkpoint.is_better(loss, checkpoint.best(job.run_dir)):
-            checkpoint.mark_best(job.run_dir, state.step, loss)
-        checkpoint.prune(job.run_dir, job.cfg.trainer.keep)
-        job.record.last = {"step": state.step, "digest": state.digest.hex()}
-        job.record.write(job.run_dir)
-    job.ranks.barrier()

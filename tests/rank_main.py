@@ -1,4 +1,4 @@
-"""One rank of a run, for the tests of several ranks: CACHE RUN_DIR STEPS [stop after an update]."""
+"""One rank of a tiny run: CACHE RUN_DIR STEPS STOP PARALLEL OPTIMIZER (STOP 0: never)."""
 
 import os
 import signal
@@ -10,9 +10,10 @@ from tiny_cache import tiny_config
 from shared.errors import DrafttapeError
 from stage2_train import trainer
 from stage2_train.build import train_run
+from stage2_train.config import Parallel
 
 
-def main(cache, run_dir, steps, stop="0"):
+def main(cache, run_dir, steps, stop, parallel, optimizer):
     torch.set_num_threads(1)
     original = trainer.update
 
@@ -24,8 +25,10 @@ def main(cache, run_dir, steps, stop="0"):
 
     trainer.update = update
     cfg = tiny_config(
-        cache, run_dir, steps=int(steps), batch__rows_per_step=3, batch__tokens_per_row=30
-    )
+        cache, run_dir, steps=int(steps), optimizer=optimizer, batch__rows_per_step=3,
+        batch__tokens_per_row=30, trainer__parallel=Parallel(parallel), trainer__shard_ranks=2,
+        diagnostics__every=2,
+    )  # fmt: skip
     try:
         train_run(cfg)
     except DrafttapeError as error:

@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 pytestmark = pytest.mark.slow
 
 
-def _run(world, cache, run_dir, steps, stop=0):
+def _run(world, cache, run_dir, steps, stop=0, parallel="ddp", optimizer="adamw"):
     """Starts the ranks as torchrun does and returns (exit codes, stderr texts)."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -34,6 +34,7 @@ def _run(world, cache, run_dir, steps, stop=0):
             "PYTHONPATH": f"{HERE.parent}:{HERE}",
         }
         command = [sys.executable, HERE / "rank_main.py", cache, run_dir, str(steps), str(stop)]
+        command += [parallel, optimizer]
         ranks.append(
             subprocess.Popen(
                 command,

@@ -330,8 +330,9 @@ def test_trap_37_nan_is_never_the_best(cache, tmp_path, monkeypatch):
     best = []
     original = trainer.save
 
-    def save(job, state, line, measured):
-        original(job, state, line, measured)
+    def save(*arguments):
+        original(*arguments)
+        arguments[-1].wait()
         best.append(checkpoint.best(tmp_path / "run")["step"])
 
     monkeypatch.setattr(trainer, "save", save)
