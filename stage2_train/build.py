@@ -23,14 +23,16 @@ from shared.spec import CaptureSpec
 from shared.store import Store, load_frozen
 from stage2_train import checkpoint, mup, trainer
 from stage2_train.branch import open_branch
-from stage2_train.config import DrafterConfig, TrainConfig
+from stage2_train.config import DrafterConfig, Parallel, TrainConfig
 from stage2_train.config import Source as StateSource
 from stage2_train.drafter import Drafter
 from stage2_train.heldout import heldout
+from stage2_train.job import Job
 from stage2_train.loader import Loader, RowFeed, heldout_batches, open_feed
 from stage2_train.optimizers import build_optimizer
 from stage2_train.ranks import Ranks
 from stage2_train.schedule import build_schedule
+from stage2_train.sharding import shard_
 from stage2_train.steps import StepPlan
 from stage2_train.trackers import RunName, Sink, import_tracker, open_trackers
 
@@ -38,7 +40,8 @@ from stage2_train.trackers import RunName, Sink, import_tracker, open_trackers
 NEUTRAL = (
     "run_dir", "device", "loader", "cache.root", "tracking", "trainer.tensorboard", "trainer.keep",
     "trainer.checkpoint_every", "trainer.eval_every", "trainer.max_bad_steps", "trainer.recompute",
-    "trainer.profile_start", "trainer.profile_steps",
+    "trainer.profile_start", "trainer.profile_steps", "trainer.parallel", "trainer.shard_ranks",
+    "trainer.async_checkpoint",
 )  # fmt: skip
 
 
@@ -224,7 +227,7 @@ def begin(source: Source, run_dir: Path) -> RunRecord:
 @contextmanager
 def assemble(
     source: Source, record: RunRecord, run_dir: Path, device: torch.device, ranks: Ranks
-) -> Iterator[trainer.Job]:
+) -> Iterator[Job]:
     """Builds the parts of a run and ends its reader processes at exit."""
     cfg, store, spec = source.cfg, source.store, source.store.spec
     token = cfg.drafter.mask_token_id
@@ -240,6 +243,9 @@ def assemble(
         drafter.compute_dtype = compute
         embed, head = frozen(store, device, compute)
         drafter.match_head(head)
+        if ranks.world > 1 and cfg.trainer.parallel is not Parallel.ddp:
+            shard_(drafter, cfg.trainer, ranks.world, device)
+            ranks.cut = True
         named = list(drafter.named_parameters())
         optimizer = build_optimizer(cfg.optimizer, named, drafter.parts())
         newest = checkpoint.steps(run_dir)
@@ -269,7 +275,7 @@ def assemble(
             write_atomic(run_dir / "routing.txt", optimizer.routing.text().encode() + b"\n")
             if first == 0 and optimizer.routing.owned("muon"):
                 note(optimizer.routing.folded().rstrip())
-        yield trainer.Job(
+        yield Job(
             cfg=cfg,
             run_dir=run_dir,
             record=record,

@@ -188,6 +188,14 @@ class LoaderConfig:
     ram: bool = opt(False, "read the whole training split into memory at start; needs no workers")
 
 
+class Parallel(Enum):
+    """How several ranks hold the drafter: a copy each, one copy cut over all, or in groups."""
+
+    ddp = "ddp"
+    fsdp = "fsdp"
+    hsdp = "hsdp"
+
+
 @dataclass
 class TrainerConfig:
     """The training loop."""
@@ -200,10 +208,17 @@ class TrainerConfig:
     checkpoint_every: int = opt(
         500, "steps between checkpoints; the last step is always saved", low=0
     )
+    async_checkpoint: bool = opt(True, "write checkpoints while training goes on")
     keep: int = opt(2, "checkpoints kept besides the best", low=0)
     eval_every: int = opt(0, "steps between held-out losses; 0: at the end only", low=0)
     max_bad_steps: int = opt(3, "stop after so many non-finite gradients in a row", low=1)
     tensorboard: bool = opt(True, "write TensorBoard files beside metrics.jsonl")
+    parallel: Parallel = opt(
+        Parallel.ddp, "under torchrun: ddp (a copy a rank), fsdp (one copy cut over all), hsdp"
+    )
+    shard_ranks: int | None = opt(
+        None, "hsdp: ranks that share a copy; null: those of a machine", low=1
+    )
     recompute: bool = opt(False, "recompute layers in the backward pass: less memory, more time")
     profile_start: int | None = opt(
         None, "first update (1-based) of a profiler trace; null: none", low=1
