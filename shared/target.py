@@ -311,7 +311,10 @@ def full_weight(module: Any) -> Any:
     weight = module.weight
     if hasattr(weight, "full_tensor"):
         weight = weight.full_tensor()
-    return module._hf_hook.weights_map["weight"] if weight.is_meta else weight
+    if not weight.is_meta:
+        return weight
+    hooks = getattr(module._hf_hook, "hooks", [module._hf_hook])
+    return next(hook.weights_map["weight"] for hook in hooks if hasattr(hook, "weights_map"))
 
 
 def mask_token_id(cfg: TargetConfig, tokenizer: Any) -> int | None:
