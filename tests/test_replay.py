@@ -4,9 +4,11 @@ import shutil
 
 import pytest
 import torch
+from test_ranks import _run as run_ranks
 from tiny_cache import MASK_TOKEN, STATES, WIDTH, tiny_cache, tiny_config
 
 from shared import cli
+from shared.log import read_json_lines
 from shared.store import Store
 from stage2_train import noise
 from stage2_train.build import open_source, train_run
@@ -56,6 +58,39 @@ def test_trap_19_both_containers_and_0_and_2_workers_give_the_same_batches(cache
     plain = batches(cache, workers=0)
     assert len(plain) == 2 * STEPS
     assert batches(tmp_path / "tar", workers=2) == plain
+
+
+def trained(run_dir):
+    """(digest chain, losses) of a finished run, as they stand in its files."""
+    losses = [line["loss"] for line in read_json_lines(run_dir / "metrics.jsonl") if "loss" in line]
+    return [line["digest"] for line in read_json_lines(run_dir / "digests.jsonl")], losses
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
+def test_container_place_workers_and_ranks_change_nothing(cache, tmp_path, s3, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    shutil.copytree(cache, tmp_path / "tar")
+    Store.open(tmp_path / "tar").convert("webdataset")
+    import s3fs
+
+    for name, root in (("zarr", cache), ("tar", tmp_path / "tar")):
+        s3fs.S3FileSystem().put(str(root), f"{s3}-{name}", recursive=True)
+    ways = [(cache, 0), (cache, 1), (tmp_path / "tar", 2), (f"{s3}-zarr", 0), (f"{s3}-tar", 1)]
+    found = []
+    for number, (root, workers) in enumerate(ways):
+        keys = {"batch__rows_per_step": 3, "batch__tokens_per_row": 30, "loader__workers": workers}
+        train_run(tiny_config(root, tmp_path / str(number), steps=4, **keys))
+        found.append(trained(tmp_path / str(number)))
+    assert len(found[0][0]) == 4
+    assert all(other == found[0] for other in found[1:])
+    for number, root in enumerate((cache, f"{s3}-tar")):
+        run_dir = tmp_path / f"ranks-{number}"
+        codes, texts = run_ranks(2, root, run_dir, 4)
+        assert codes == [0, 0], texts
+        digests, losses = trained(run_dir)
+        assert digests == found[0][0]
+        assert losses == pytest.approx(found[0][1], rel=1e-6)
 
 
 @pytest.mark.slow

@@ -84,28 +84,6 @@ def test_the_block_cache_keeps_its_limit_and_drops_the_oldest(tmp_path):
     assert blocks.get("big") is None
 
 
-@pytest.fixture
-def s3(monkeypatch):
-    server = pytest.importorskip("moto.server")
-    pytest.importorskip("s3fs")
-    running = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    running.start()
-    host, port = running.get_host_and_port()
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    monkeypatch.setenv("NO_PROXY", "*")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-    import s3fs
-
-    s3fs.S3FileSystem.clear_instance_cache()
-    bucket = f"bucket-{uuid.uuid4().hex[:8]}"
-    s3fs.S3FileSystem().mkdir(bucket)
-    yield f"s3://{bucket}/some/cache"
-    s3fs.S3FileSystem.clear_instance_cache()
-    running.stop()
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_cache_in_s3(s3, blocks):
