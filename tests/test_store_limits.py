@@ -178,7 +178,7 @@ def test_trap_21_the_samples_of_a_snapshot_are_its_rows_once(tmp_path):
 
 @pytest.mark.slow
 def test_a_million_samples_open_in_two_seconds_and_500_megabytes(tmp_path):
-    from bench.storage import million
+    from bench.cache_index import million
 
     seconds, megabytes = million(tmp_path / "million", shards=4000, samples=250)
     assert megabytes < 500
