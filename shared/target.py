@@ -314,7 +314,8 @@ def full_weight(module: Any) -> Any:
     if not weight.is_meta:
         return weight
     hooks = getattr(module._hf_hook, "hooks", [module._hf_hook])
-    return next(hook.weights_map["weight"] for hook in hooks if hasattr(hook, "weights_map"))
+    maps = (getattr(hook, "weights_map", None) for hook in hooks)
+    return next(found["weight"] for found in maps if found is not None)
 
 
 def mask_token_id(cfg: TargetConfig, tokenizer: Any) -> int | None:
