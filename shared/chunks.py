@@ -88,6 +88,7 @@ class ChunkReader:
     blob: Blob
     starts: np.ndarray
     sizes: np.ndarray
+    bytes_read = 0  # stored bytes of states that were read
     _buffer = np.empty(0, np.uint8)
 
     def _spans(self, row: int) -> tuple[int, list[int]]:
@@ -104,6 +105,7 @@ class ChunkReader:
             self._buffer = np.empty(size + (size >> 3), np.uint8)
         chunk = self._buffer[:size]
         read_blob(self.blob, self.info, chunk, offset, "the sample")
+        self.bytes_read += size
         data = chunk[:-CRC_BYTES]
         if size <= CRC_BYTES or crc32c(data) != chunk[-CRC_BYTES:].tobytes():
             what = f"chunk {number} of the sample doesn't match its checksum"

@@ -47,6 +47,7 @@ class SampleReader:
         self._store = store
         self._shards: OrderedDict[str, tuple[ShardInfo, ChunkReader]] = OrderedDict()
         self._pid = os.getpid()
+        self._closed_bytes = 0
         self._index: SampleIndex | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -72,7 +73,7 @@ class SampleReader:
         if entry is None:
             info = self._store.shard(name)
             while len(self._shards) >= OPEN_SHARDS:
-                self._shards.popitem(last=False)[1][1].close()
+                self._close(self._shards.popitem(last=False)[1][1])
             entry = self._shards[name] = info, open_shard(self._store, info)
         else:
             self._shards.move_to_end(name)
@@ -117,7 +118,16 @@ class SampleReader:
         shard.read_into(row, out)
         return ids_T, out
 
+    @property
+    def bytes_read(self) -> int:
+        """Stored bytes of states that this reader has read in this process."""
+        return self._closed_bytes + sum(shard.bytes_read for _, shard in self._shards.values())
+
+    def _close(self, shard: ChunkReader) -> None:
+        self._closed_bytes += shard.bytes_read
+        shard.close()
+
     def close(self) -> None:
         for _, shard in self._shards.values():
-            shard.close()
+            self._close(shard)
         self._shards.clear()

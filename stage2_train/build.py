@@ -1,6 +1,7 @@
 """The word `train`: wires a run from its configuration. The only file that knows every part."""
 
 import copy
+import hashlib
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ from shared.spec import CaptureSpec
 from shared.store import Store, load_frozen
 from stage2_train import checkpoint, mup, trainer
 from stage2_train.branch import open_branch
-from stage2_train.config import DrafterConfig, Parallel, TrainConfig
+from stage2_train.config import DrafterConfig, LoaderConfig, Parallel, TrainConfig
 from stage2_train.config import Source as StateSource
 from stage2_train.drafter import Drafter
 from stage2_train.heldout import heldout
@@ -33,6 +34,7 @@ from stage2_train.optimizers import build_optimizer
 from stage2_train.ranks import Ranks
 from stage2_train.schedule import build_schedule
 from stage2_train.sharding import shard_
+from stage2_train.shared_reads import SharedReader
 from stage2_train.steps import StepPlan
 from stage2_train.trackers import RunName, Sink, import_tracker, open_trackers
 
@@ -257,7 +259,7 @@ def assemble(
                 note(branch.sentence())
             record.parent = branch.record() | {"own_steps_before": branch.step}
         factor = _schedule(source, record)
-        reader = store.reader()
+        reader = open_reader(store, cfg.loader)
 
         def measure() -> dict[str, Any]:
             batches = heldout_batches(source.snapshot, reader, cfg, token)
@@ -305,11 +307,19 @@ def _feed(source: Source, device: torch.device) -> RowFeed:
         return open_online(store, device, cfg.batch.tokens_per_row)
     return open_feed(
         source.plan,
-        store.reader(),
+        open_reader(store, cfg.loader),
         num_states=store.spec.num_states,
         hidden_size=store.spec.hidden_size,
         config=cfg.loader,
     )
+
+
+def open_reader(store: Store, loader: LoaderConfig) -> Any:
+    """A reader of the cache; with `loader.share`, one that shares what it has decoded."""
+    if loader.share is None:
+        return store.reader()
+    key = hashlib.blake2b(f"{store.root} {store.spec.digest}".encode(), digest_size=8).hexdigest()
+    return SharedReader(store.reader(), Path(loader.share) / key)
 
 
 def _schedule(source: Source, record: RunRecord) -> Callable[[int], float]:

@@ -186,6 +186,9 @@ class LoaderConfig:
     workers: int = opt(1, "reader processes; 0 reads in the training process", low=0)
     prefetch: int = opt(4, "rows read ahead per worker", low=1)
     ram: bool = opt(False, "read the whole training split into memory at start; needs no workers")
+    share: str | None = opt(
+        None, "folder in memory (/dev/shm/…) where trials share decoded samples; sweep sets it"
+    )
 
 
 class Parallel(Enum):
@@ -355,8 +358,13 @@ class SweepConfig:
     out: str = opt(MISSING, "directory of the sweep; an unfinished one in it goes on")
     launcher: str = opt("basic", "Hydra's launcher: basic, joblib, submitit_local, submitit_slurm…")
     launcher_overrides: list[str] = opt([], "more Hydra overrides, e.g. hydra.launcher.mem_gb=32")
-    jobs: int = opt(1, "joblib: trials at the same time; they share the disk's page cache", low=1)
+    jobs: int = opt(1, "joblib: trials at the same time on `device`", low=1)
     device: str = opt("auto", "device of every trial: auto, cpu, cuda, cuda:N")
+    devices: list[str] = opt(
+        [], "devices dealt out to the trials that run, e.g. [cuda:0,cuda:1]; empty: device"
+    )
+    trials_per_device: int = opt(1, "trials at the same time on each of devices", low=1)
+    share: bool = opt(True, "trials share decoded samples in /dev/shm where they fit")
     tolerance: float = opt(0.01, "near-optimal: held-out loss within this share of the best", low=0)
     grow: bool = opt(False, "go on although the plan no longer has trials that are there")
     dry_run: bool = opt(False, "list the trials and run nothing")

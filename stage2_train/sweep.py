@@ -6,9 +6,9 @@
    fails is retried once; one that was killed goes on from its checkpoint.
 3. Write `results.parquet` and the report with maps.
 
-Concurrent trials on one machine read the same shard files; the second read comes from the
-operating system's page cache, so the disk is read once where memory allows (`bench/sweep.py`
-measures it). Decoding is not shared: it costs each trial its own CPU time.
+Trials on one machine share what they have read and decoded (`shared_reads`): each sample is read
+from the cache once, whoever needs it first, as far as it fits into memory (`bench/sweep.py`
+measures it). With `devices` a trial takes the least used one when it begins.
 """
 
 import json
@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +25,29 @@ from shared.config import compose, to_plain
 from shared.errors import ConfigError, Interrupted, MismatchError, TrainingError
 from shared.fs import Lock
 from shared.log import note, say
+from stage2_train import sweep_halving
 from stage2_train.config import SweepConfig, TrainConfig
+from stage2_train.shared_reads import forget, shared_folder
 from stage2_train.sweep_job import read_state, write_state
-from stage2_train.sweep_plan import SweepPlan, read_plan, to_overrides
+from stage2_train.sweep_plan import AT, SweepPlan, read_plan, to_overrides
 
 MOST_ATTEMPTS = 2
 
 
-def prepare(cfg: SweepConfig) -> tuple[SweepPlan, list[Path]]:
+def prepare(
+    cfg: SweepConfig, plan: SweepPlan | None = None, earlier: list[Path] | None = None
+) -> tuple[SweepPlan, list[Path]]:
     """Writes every trial's folder that isn't there yet; returns them in the plan's order.
+
+    Args:
+        plan: the trials of a rung; None: those of the plan file.
+        earlier: folders of the rungs before.
 
     Raises:
         ConfigError: the plan or a trial's configuration is wrong; nothing has been written.
         MismatchError: `out` holds a sweep of another plan.
     """
-    plan = read_plan(cfg.plan)
+    plan = plan or first_rung(read_plan(cfg.plan))
     out = Path(cfg.out)
     configs = {}
     for trial in plan.trials:
@@ -50,7 +59,9 @@ def prepare(cfg: SweepConfig) -> tuple[SweepPlan, list[Path]]:
     if cfg.dry_run:
         return plan, [out / "trials" / trial.id for trial in plan.trials]
     known = {path.name for path in (out / "trials").glob("*")} if out.exists() else set()
-    strange = sorted(known - {trial.id for trial in plan.trials})
+    planned = {trial.id for trial in plan.trials} | {path.name for path in earlier or []}
+    later = {name for name in known if read_state(out / "trials" / name).get("rung", 0)}
+    strange = sorted(known - planned - later)
     if strange and not cfg.grow:
         raise MismatchError(
             f"{len(strange)} trials there are not in the plan, the first is {strange[0]}",
@@ -69,15 +80,25 @@ def prepare(cfg: SweepConfig) -> tuple[SweepPlan, list[Path]]:
                 {
                     "id": trial.id, "arm": trial.arm, "varied": trial.varied, "state": "new",
                     "attempts": 0, "config": to_plain(configs[trial.id]), "eval": plan.eval,
+                    "rung": trial.rung,
                 },
             )  # fmt: skip
     return plan, folders
+
+
+def first_rung(plan: SweepPlan) -> SweepPlan:
+    """The plan as it begins."""
+    if plan.halving is None:
+        return plan
+    return replace(plan, trials=tuple(sweep_halving.rung_of(plan, 0, [])))
 
 
 def _equal_budgets(plan: SweepPlan, configs: dict[str, TrainConfig]) -> None:
     """Steps times rows must not vary inside a sweep; equal epochs are equal tokens."""
     budgets: dict[tuple[Any, ...], str] = {}
     for trial in plan.trials:
+        if AT in trial.varied:
+            continue  # budgets are what cooldowns vary
         config = configs[trial.id]
         trainer, batch = config.trainer, config.batch
         if trainer.steps is None:
@@ -166,24 +187,27 @@ def launch(cfg: SweepConfig, trials: list[str], lock: Lock) -> int:
     this process is killed; its trials notice that their parent is gone, save, and end.
     """
     out = Path(cfg.out).resolve()
+    shared = shared_folder(out) if cfg.share and cfg.launcher != "submitit_slurm" else None
     command = [
         sys.executable, "-m", "stage2_train.sweep_job", "--multirun",
         f"hydra/launcher={cfg.launcher}", "hydra.job.chdir=false", "hydra.output_subdir=null",
         f"hydra.sweep.dir='{out / 'hydra'}'", "hydra/job_logging=disabled",
         "hydra/hydra_logging=disabled", f"sweep='{out}'", f"trial={','.join(trials)}",
-        f"device={cfg.device}",
+        f"device={cfg.device}", f"devices='{','.join(cfg.devices)}'",
+        f"trials_per_device={cfg.trials_per_device}", f"share='{shared or ''}'",
     ]  # fmt: skip
+    jobs = max(cfg.jobs, len(cfg.devices) * cfg.trials_per_device)
     if cfg.launcher == "joblib":
-        command.append(f"hydra.launcher.n_jobs={cfg.jobs}")
+        command.append(f"hydra.launcher.n_jobs={jobs}")
     command += cfg.launcher_overrides
     environment = dict(os.environ)
     root = str(Path(__file__).resolve().parent.parent)
     environment["PYTHONPATH"] = os.pathsep.join(
         part for part in (root, environment.get("PYTHONPATH")) if part
     )
-    if cfg.jobs > 1:
+    if jobs > 1:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, (cores or 1) // cfg.jobs)))
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, (cores or 1) // jobs)))
     process = subprocess.Popen(command, env=environment, pass_fds=[lock.descriptor])
     try:
         return process.wait()
@@ -206,7 +230,8 @@ def results(folders: list[Path]) -> list[dict[str, Any]]:
         row |= {f"set.{key}": value for key, value in state["varied"].items()}
         row |= state.get("metrics") or {}
         row |= {f"result.{key}": value for key, value in (state.get("result") or {}).items()}
-        row["device"] = state["config"]["device"]
+        row["rung"] = state.get("rung", 0)
+        row["device"] = state.get("device") or state["config"]["device"]
         row["config"] = json.dumps(state["config"], sort_keys=True)
         rows.append(row)
     return rows
@@ -237,21 +262,32 @@ def sweep(cfg: SweepConfig) -> int:
     """The word. Exit code 1 when a trial failed for good."""
     from stage2_train import sweep_report
 
-    plan, folders = prepare(cfg)
+    whole = read_plan(cfg.plan)
+    plan, folders = prepare(cfg, first_rung(whole))
     if cfg.dry_run:
         for trial in plan.trials:
             say(f"{trial.id}  {' '.join(to_overrides(trial.varied))}")
-        say(f"{len(plan.trials)} trials")
+        rungs = f", the first of {len(plan.halving.steps)} rungs" if plan.halving else ""
+        say(f"{len(plan.trials)} trials{rungs}")
         return 0
     out = Path(cfg.out)
     lock = _lock(out / "sweep.lock")
+    done: list[Path] = []
     try:
-        run_all(cfg, folders, lock)
+        for rung in range(1 if plan.halving is None else len(plan.halving.steps)):
+            if rung:
+                trials = sweep_halving.rung_of(whole, rung, results(folders))
+                plan, folders = prepare(cfg, replace(plan, trials=tuple(trials)), done)
+            done += folders
+            run_all(cfg, folders, lock)
     finally:
-        rows = results(folders)
+        rows = results(done or folders)
         write_parquet(out / "results.parquet", rows)
+        forget(shared_folder(out))
         lock.release()
         found = sweep_report.analyse(rows, tolerance=cfg.tolerance)
+        if plan.halving is not None:
+            found["bias"] = sweep_halving.bias(plan.halving, rows)
         sweep_report.write(out / "report.html", plan.name, rows, found)
     say(sweep_report.terminal_text(rows, found))
     say(f"results: {out / 'results.parquet'}\nreport: {out / 'report.html'}")

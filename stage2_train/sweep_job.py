@@ -19,7 +19,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
 from shared.errors import DrafttapeError, Interrupted
-from shared.fs import write_atomic
+from shared.fs import Lock, write_atomic
 
 
 @dataclass
@@ -29,6 +29,9 @@ class JobConfig:
     sweep: str = MISSING
     trial: str = MISSING
     device: str = "auto"
+    devices: str = ""
+    trials_per_device: int = 1
+    share: str = ""
 
 
 ConfigStore.instance().store(name="sweep_job", node=JobConfig)
@@ -58,8 +61,25 @@ def watch_parent(every_s: float = 1.0) -> None:
         threading.Thread(target=watch, name="drafttape-parent", daemon=True).start()
 
 
-def run_trial(folder: Path, device: str = "auto") -> dict[str, Any]:
+def take_device(slots: Path, devices: list[str], per_device: int) -> tuple[str, Lock]:
+    """The device with the most room, held until the lock is released or the process ends."""
+    while True:
+        for slot in range(per_device):
+            for device in devices:
+                name = f"{device.replace(':', '-')}.{slot}.lock"
+                lock = Lock.take(slots / name, wait=False)
+                if lock is not None:
+                    return device, lock
+        time.sleep(0.5)
+
+
+def run_trial(folder: Path, device: str = "auto", share: str | None = None) -> dict[str, Any]:
     """Trains and evaluates one trial; its faults end in its state, not in an exception.
+
+    Args:
+        folder: the trial's.
+        device: where it runs; "auto" leaves it to the configuration.
+        share: folder in which trials share decoded samples.
 
     Returns:
         The state: `done` with metrics, `failed` with the error, or `stopped` (by a signal).
@@ -78,7 +98,9 @@ def run_trial(folder: Path, device: str = "auto") -> dict[str, Any]:
     try:
         config = typed(TrainConfig, state["config"], where=folder / "trial.json")
         if device != "auto":
-            config.device = device
+            config.device = state["device"] = device
+        if share:
+            config.loader.share = share
         result = train_run(config)
         settings = {"run_dir": config.run_dir, "device": config.device} | state["eval"]
         evaluation = measure(typed(EvalConfig, settings, where=folder / "trial.json"))
@@ -108,7 +130,15 @@ def run_trial(folder: Path, device: str = "auto") -> dict[str, Any]:
 @hydra.main(version_base="1.3", config_path=None, config_name="sweep_job")
 def main(cfg: Any) -> str:
     """Runs the trial that Hydra names."""
-    return str(run_trial(Path(cfg.sweep) / "trials" / cfg.trial, cfg.device)["state"])
+    sweep, device, lock = Path(cfg.sweep), str(cfg.device), None
+    if cfg.devices:
+        devices = cfg.devices.split(",")
+        device, lock = take_device(sweep / "devices", devices, cfg.trials_per_device)
+    try:
+        return str(run_trial(sweep / "trials" / cfg.trial, device, cfg.share or None)["state"])
+    finally:
+        if lock is not None:
+            lock.release()
 
 
 if __name__ == "__main__":

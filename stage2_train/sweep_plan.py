@@ -16,8 +16,22 @@ grid:                        # the product of these
   batch.rows_per_step: [1, 2]
 seeds: [0, 1]                # order, anchors and initial weights
 random: {trials: 24, seed: 0}  # optional: so many draws an arm instead of the whole product
+halving: {steps: [50, 100, 200], keep: 0.5}  # optional: see `sweep_halving`
 eval: {decode: false}        # keys of `drafttape eval`
 ```
+
+An arm may be a set of cooldowns from one trunk instead (WSD: one long plateau, several budgets):
+
+```yaml
+arms:
+  adamw:
+    optimizer: adamw
+    cooldowns: {trunk: "runs/trunk-{seed}", at: [100, 200, 400], decay: 40}
+```
+
+The trunk is a run of its own with `schedule=wsd schedule.decay=0 trainer.checkpoint_every=100
+trainer.keep=100`. Each trial begins at its checkpoint with all states and cools down in `decay`
+updates, so the trunk is trained once.
 """
 
 import hashlib
@@ -32,7 +46,8 @@ from typing import Any
 from shared.errors import ConfigError
 from shared.rng import generator
 
-KEYS = {"name", "train", "arms", "grid", "seeds", "random", "eval", "unequal_budgets"}
+KEYS = {"name", "train", "arms", "grid", "seeds", "random", "halving", "eval", "unequal_budgets"}
+AT = "cooldown.at"  # the setting that a cooldown's trial varies
 
 
 @dataclass(frozen=True)
@@ -44,12 +59,22 @@ class Trial:
         arm: the arm's name.
         overrides: of `drafttape train`, key -> value.
         varied: the overrides that differ inside the sweep, and the seed.
+        rung: of successive halving.
     """
 
     id: str
     arm: str
     overrides: dict[str, Any]
     varied: dict[str, Any]
+    rung: int = 0
+
+
+@dataclass(frozen=True)
+class Halving:
+    """Successive halving: updates of each rung, and the share of an arm's settings that go on."""
+
+    steps: tuple[int, ...]
+    keep: float
 
 
 @dataclass(frozen=True)
@@ -60,6 +85,7 @@ class SweepPlan:
     trials: tuple[Trial, ...]
     eval: dict[str, Any]
     unequal_budgets: bool
+    halving: Halving | None = None
 
 
 def read_plan(path: str | Path) -> SweepPlan:
@@ -87,7 +113,23 @@ def read_plan(path: str | Path) -> SweepPlan:
         tuple(trials),
         _mapping(document, "eval", path),
         bool(document.get("unequal_budgets", False)),
+        _halving(document, path),
     )
+
+
+def _halving(document: dict[str, Any], where: Any) -> Halving | None:
+    if document.get("halving") is None:
+        return None
+    asked = _mapping(document, "halving", where)
+    _known(asked, {"steps", "keep"}, f"{where}: halving")
+    steps, keep = asked.get("steps"), asked.get("keep", 0.5)
+    rising = _are_whole(steps) and len(steps) > 1 and steps == sorted(set(steps)) and steps[0] > 0
+    if not rising or not _are_numbers([keep], 1) or not 0 < keep < 1:
+        raise ConfigError(
+            "needs steps: [rising whole numbers] and keep: a share between 0 and 1",
+            where=f"{where}: halving",
+        )
+    return Halving(tuple(steps), float(keep))
 
 
 def expand(document: dict[str, Any], where: Any) -> list[Trial]:
@@ -109,7 +151,10 @@ def expand(document: dict[str, Any], where: Any) -> list[Trial]:
         own = dict(_mapping(arms, arm, f"{where}: arms"))
         axes = grid | _mapping(own, "grid", f"{where}: arms.{arm}")
         own.pop("grid", None)
-        if draws is None:
+        cooldowns = _cooldowns(own, f"{where}: arms.{arm}")
+        if cooldowns and axes:
+            raise ConfigError("cooldowns have no grid", where=f"{where}: arms.{arm}")
+        if cooldowns or draws is None:
             points = product({key: values_of(key, axis, where) for key, axis in axes.items()})
         else:
             points = sample(
@@ -118,9 +163,48 @@ def expand(document: dict[str, Any], where: Any) -> list[Trial]:
         for point in points:
             for seed in seeds:
                 overrides = {**common, **own, **point, "seed": seed, "init_seed": seed}
-                trial = Trial(_id(arm, overrides), str(arm), overrides, {**point, "seed": seed})
-                trials.setdefault(trial.id, trial)
+                for extra, varied in cooldowns or [({}, {})]:
+                    full = overrides | _of_seed(extra, seed)
+                    shown = {**point, **varied, "seed": seed}
+                    trial = Trial(trial_id(arm, full), str(arm), full, shown)
+                    trials.setdefault(trial.id, trial)
     return list(trials.values())
+
+
+def _cooldowns(own: dict[str, Any], where: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """(overrides, what varies) of each cooldown of an arm; takes the key out of the arm."""
+    asked = _mapping(own, "cooldowns", where)
+    own.pop("cooldowns", None)
+    if not asked:
+        return []
+    _known(asked, {"trunk", "at", "decay"}, f"{where}.cooldowns")
+    trunk, at, decay = (asked.get(key) for key in ("trunk", "at", "decay"))
+    if not isinstance(trunk, str) or not _are_whole(at) or not _are_whole([decay]) or decay < 1:
+        raise ConfigError(
+            "needs trunk: RUN, at: [updates], decay: updates", where=f"{where}.cooldowns"
+        )
+    return [
+        (
+            {
+                "branch.run_dir": trunk,
+                "branch.checkpoint": f"step-{step:06d}",
+                "branch.restart_schedule": False,
+                "schedule": "wsd",
+                "schedule.decay": decay,
+                "trainer.steps": step + decay,
+            },
+            {AT: step},
+        )
+        for step in at
+    ]
+
+
+def _of_seed(overrides: dict[str, Any], seed: int) -> dict[str, Any]:
+    """A cooldown's trunk may have {seed} in its name."""
+    trunk = overrides.get("branch.run_dir")
+    if trunk is None:
+        return overrides
+    return overrides | {"branch.run_dir": trunk.replace("{seed}", str(seed))}
 
 
 def product(axes: dict[str, list[Any]]) -> list[dict[str, Any]]:
@@ -186,7 +270,8 @@ def _text(value: Any) -> str:
     return f"'{escaped}'"
 
 
-def _id(arm: str, overrides: dict[str, Any]) -> str:
+def trial_id(arm: str, overrides: dict[str, Any]) -> str:
+    """The arm and a hash of everything that the trial is."""
     text = json.dumps([arm, overrides], sort_keys=True)
     safe = "".join(c if c.isalnum() or c in "-_" else "-" for c in str(arm))[:40]
     return f"{safe}-{hashlib.blake2b(text.encode(), digest_size=5).hexdigest()}"
@@ -207,6 +292,14 @@ def _known(document: dict[str, Any], keys: set[str], where: Any) -> None:
             near: Sequence[str] = difflib.get_close_matches(str(key), keys, n=1)
             hint = f"Did you mean {near[0]}?" if near else f"Keys: {', '.join(sorted(keys))}"
             raise ConfigError(f"unknown key {key!r}", where=where, do=hint)
+
+
+def _are_whole(values: Any) -> bool:
+    return (
+        isinstance(values, list)
+        and bool(values)
+        and all(isinstance(v, int) and not isinstance(v, bool) for v in values)
+    )
 
 
 def _are_numbers(values: Any, count: int) -> bool:

@@ -14,8 +14,9 @@ SHADES = "Viridis256"
 
 
 def analyse(rows: list[dict[str, Any]], *, tolerance: float) -> dict[str, Any]:
-    """What the sweep says, from its table."""
-    cells = maps.cells_of(rows)
+    """What the sweep says, from its table; of a halved sweep, its last rung decides."""
+    last = max((row.get("rung") or 0 for row in rows), default=0)
+    cells = maps.cells_of([row for row in rows if (row.get("rung") or 0) == last])
     near = maps.near_optimal(cells, tolerance)
     best = min(range(len(cells)), key=lambda n: cells[n].mean, default=None)
     if best is not None and not math.isfinite(cells[best].mean):
@@ -117,7 +118,8 @@ def result_html(rows: list[dict[str, Any]], found: dict[str, Any]) -> str:
         "single best point of many is partly luck: confirm the pick with new seeds before you rely "
         "on it."
     )
-    return f"{lines}<p class=note>{note}</p>"
+    bias = f"<p class=note>{escape(found['bias'])}</p>" if "bias" in found else ""
+    return f"{lines}{bias}<p class=note>{note}</p>"
 
 
 def point_rows(found: dict[str, Any]) -> list[list[Cell]]:

@@ -13,10 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shared.config import to_plain
+from shared.config import to_plain, typed
 from shared.errors import ConfigError, MismatchError
-from stage2_train import maps, sweep, sweep_job, sweep_plan, sweep_report
-from stage2_train.config import SweepConfig
+from stage2_train import maps, sweep, sweep_halving, sweep_job, sweep_plan, sweep_report
+from stage2_train.build import train_run
+from stage2_train.config import ScheduleConfig, ScheduleName, SweepConfig, TrainConfig
+from stage2_train.schedule import build_schedule
 from tests import browser
 from tests.tiny_cache import tiny_cache, tiny_config
 
@@ -79,11 +81,120 @@ def test_random_draws_are_a_pure_function(tmp_path):
         ({"grid": {"optimizer.lr": {"log": [1, 0.1, 3]}}}, r"grid\.optimizer\.lr"),
         ({"seeds": "all"}, "seeds"),
         ({"random": {"trails": 3}}, "trails"),
+        ({"halving": {"steps": [4, 2]}}, "halving"),
+        ({"halving": {"steps": [2, 4], "keep": 1.0}}, "halving"),
+        ({"arms": {"a": {"cooldowns": {"trunk": "t", "at": [10]}}}}, "cooldowns"),
     ],
 )
 def test_a_wrong_plan_names_its_key(tmp_path, document, named):
     with pytest.raises(ConfigError, match=named):
         sweep_plan.read_plan(plan_file(tmp_path, **document))
+
+
+def test_cooldowns_are_branches_of_one_trunk(tmp_path):
+    path = plan_file(
+        tmp_path, seeds=[0, 3],
+        arms={"adamw": {"optimizer": "adamw", "schedule.warmup": 5,
+                        "cooldowns": {"trunk": "runs/trunk-{seed}", "at": [20, 40], "decay": 10}}},
+    )  # fmt: skip
+    trials = sweep_plan.read_plan(path).trials
+    assert [(t.varied["seed"], t.varied["cooldown.at"]) for t in trials] == [
+        (0, 20), (0, 40), (3, 20), (3, 40)
+    ]  # fmt: skip
+    assert trials[3].overrides["branch.run_dir"] == "runs/trunk-3"
+    for trial in trials:
+        at, total = trial.varied["cooldown.at"], trial.overrides["trainer.steps"]
+        schedule = ScheduleConfig(name=ScheduleName.wsd, warmup=5, decay=10)
+        factor = build_schedule(schedule, total)
+        assert factor(at - 1) == 1.0 > factor(at) > factor(total - 1) > 0
+        assert total - at == 10, "equal cooldowns"
+
+
+def table(losses, rung=0):
+    """Rows of a rung: setting -> losses of its seeds (None: failed)."""
+    return [
+        {"arm": "a", "state": "failed" if loss is None else "done", "heldout_loss": loss,
+         "set.optimizer.lr": lr, "set.seed": seed, "run_dir": f"{lr}-{seed}", "rung": rung}
+        for lr, values in losses.items() for seed, loss in enumerate(values)
+    ]  # fmt: skip
+
+
+def test_halving_keeps_the_better_half_of_each_arm(tmp_path):
+    rows = table({1e-4: [3.0, 3.2], 1e-3: [2.0, 2.2], 1e-2: [1.0, None], 3e-3: [2.5, 2.5]})
+    kept = sweep_halving.survivors(rows, 0.5)
+    assert {dict(setting[1:])["optimizer.lr"] for setting in kept} == {"0.001", "0.003"}
+    path = plan_file(
+        tmp_path, arms={"a": {}}, grid={"optimizer.lr": [1e-4, 1e-3, 3e-3, 1e-2]}, seeds=[0, 1],
+        halving={"steps": [2, 4], "keep": 0.5},
+    )  # fmt: skip
+    plan = sweep_plan.read_plan(path)
+    first, second = (sweep_halving.rung_of(plan, n, rows) for n in (0, 1))
+    assert len(first) == 8
+    assert [(t.varied["optimizer.lr"], t.varied["seed"]) for t in second] == [
+        (1e-3, 0), (1e-3, 1), (3e-3, 0), (3e-3, 1)
+    ]  # fmt: skip
+    assert second[0].overrides["branch.run_dir"] == "0.001-0"
+    assert {t.overrides["schedule.horizon"] for t in first + second} == {4}
+    assert "biased" in sweep_halving.bias(plan.halving, rows)
+
+
+@pytest.mark.slow
+def test_a_halved_sweep_ends_with_the_runs_that_stood_alone(tmp_path, capsys):
+    tiny_cache(tmp_path / "cache")
+    plan_file(tmp_path, grid={"optimizer.lr": [0.0001, 0.01]}, halving={"steps": [3, 6]})
+    assert sweep.sweep(config(tmp_path)) == 0
+    assert sweep.sweep(config(tmp_path)) == 0, "the same command finds all done"
+    table = {
+        row["trial"]: row for row in sweep.results(sorted((tmp_path / "out/trials").glob("*")))
+    }
+    last = [row for row in table.values() if row["rung"] == 1]
+    assert len(table) == 3
+    assert len(last) == 1
+    cfg = typed(TrainConfig, json.loads(last[0]["config"]))
+    cfg.run_dir, cfg.branch.run_dir = str(tmp_path / "alone"), None
+    alone = train_run(cfg)
+    assert alone["digest"] == last[0]["result.digest"]
+    assert alone["loss"] == last[0]["result.loss"]
+    page = (tmp_path / "out/report.html").read_text()
+    assert "biased towards settings that are fast early" in page
+    assert "1 trials of 6 updates" in page
+
+
+def test_trials_are_dealt_out_over_devices(tmp_path):
+    taken = [sweep_job.take_device(tmp_path, ["cuda:0", "cuda:1"], 2) for _ in range(4)]
+    assert [device for device, _ in taken] == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
+    taken[1][1].release()
+    assert sweep_job.take_device(tmp_path, ["cuda:0", "cuda:1"], 2)[0] == "cuda:1"
+
+
+def test_the_launcher_is_asked_for_what_the_configuration_says(tmp_path, monkeypatch):
+    seen = {}
+
+    class Process:
+        def __init__(self, command, **keys):
+            seen["command"], seen["env"] = command, keys["env"]
+
+        def wait(self):
+            return 0
+
+    class Held:
+        descriptor = 0
+
+    monkeypatch.setattr(sweep.subprocess, "Popen", Process)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    plan_file(tmp_path)
+    cfg = config(tmp_path, launcher="joblib", devices=["cuda:0", "cuda:1"], trials_per_device=3)
+    sweep.launch(cfg, ["x"], Held())
+    assert "hydra.launcher.n_jobs=6" in seen["command"]
+    assert "devices='cuda:0,cuda:1'" in seen["command"]
+    assert any(word.startswith("share='/dev/shm/drafttape-") for word in seen["command"])
+    assert seen["env"]["OMP_NUM_THREADS"] >= "1"
+    for launcher in ("submitit_slurm", "ray"):
+        cfg = config(tmp_path, launcher=launcher, launcher_overrides=["hydra.launcher.x=1"])
+        sweep.launch(cfg, ["x"], Held())
+        assert f"hydra/launcher={launcher}" in seen["command"]
+        assert seen["command"][-1] == "hydra.launcher.x=1"
+        assert ("share=''" in seen["command"]) == (launcher == "submitit_slurm")
 
 
 def test_an_unknown_override_fails_before_anything_is_written(tmp_path):
