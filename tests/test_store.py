@@ -41,6 +41,26 @@ def test_stock_zarr_reads_a_shard(tmp_path):
         assert np.array_equal(group["tokens"][start : start + size], truth[sample][0])
 
 
+@pytest.mark.parametrize("codec", ["lossless", "fast", "bits4"])
+def test_tensorstore_reads_a_shard(tmp_path, codec):
+    tensorstore = pytest.importorskip("tensorstore")
+    store, truth = fill(tmp_path / "c", [[1, 63, 130]], codec=codec)
+    info = store.shard(store.shard_ids()[0])
+
+    def opened(array):
+        path = f"{tmp_path}/c/shards/{info.id}/{array}/"
+        kvstore = {"driver": "file", "path": path}
+        return tensorstore.open({"driver": "zarr3", "kvstore": kvstore}, open=True).result()
+
+    hidden, tokens = (opened(name).read().result() for name in ("hidden", "tokens"))
+    reader = store.reader()
+    for row, sample in enumerate(info.ids):
+        start = int(info.chunk_starts[row]) * info.chunk_tokens
+        part = slice(start, start + int(info.num_tokens[row]))
+        assert np.array_equal(hidden[part], reader.read(sample)[1])
+        assert np.array_equal(tokens[part], truth[sample][0])
+
+
 @pytest.mark.filterwarnings("ignore:.*:ResourceWarning")
 def test_stock_webdataset_reads_a_shard(tmp_path):
     import webdataset
