@@ -19,7 +19,7 @@ Legend: T tokens, B block (anchor and B-1 slots), K = B-1 slots, L tapped states
 
 import copy
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,22 +93,17 @@ class TargetCursor:
                 for index, layer in enumerate(self.cache.layers)
                 if _is_recurrent(layer)
             }
-        states: list[Tensor] = []
-        handles = [tap.register_forward_hook(collect(states)) for tap in self.taps]
-        try:
-            output = self.model(
-                input_ids=torch.tensor([list(tokens)], device=self.device),
-                cache=self.cache,
-                use_cache=True,
-                logits_to_keep=1 if last_only else 0,
-                **extra,
-            )
-        finally:
-            for handle in handles:
-                handle.remove()
+        logits_1NV, states = tapped(
+            self.model,
+            self.taps,
+            input_ids=torch.tensor([list(tokens)], device=self.device),
+            cache=self.cache,
+            logits_to_keep=1 if last_only else 0,
+            **extra,
+        )
         self.num_tokens += len(tokens)
         hidden_NLD = torch.stack([state[0] for state in states], 1) if states else None
-        return output.logits[0].float(), hidden_NLD
+        return logits_1NV[0], hidden_NLD
 
     def keep(self, block: Sequence[int], num_kept: int) -> None:
         """Keeps the first `num_kept` tokens of the block that the last `forward` appended."""
@@ -160,13 +155,19 @@ def _is_recurrent(layer: Any) -> bool:
     return isinstance(layer, LinearAttentionCacheLayerMixin)
 
 
-def collect(states: list[Tensor]):
-    """A forward hook that appends a decoder layer's output [batch, N, D]."""
+def tapped(model: Any, taps: Sequence[torch.nn.Module], **inputs: Any) -> tuple[Tensor, list]:
+    """A forward pass: logits float32 and each tapped module's output [batch, N, D]."""
+    states: list[Tensor] = []
 
-    def hook(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+    def hook(module: torch.nn.Module, arguments: Any, output: Any) -> None:
         states.append(output[0] if isinstance(output, tuple) else output)
 
-    return hook
+    handles = [tap.register_forward_hook(hook) for tap in taps]
+    try:
+        return model(use_cache=True, **inputs).logits.float(), states
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @dataclass(frozen=True)
@@ -236,18 +237,13 @@ def speculative(
     Returns:
         At temperature 0 the tokens of `greedy`; above it, tokens of the target's distribution.
     """
-    cursor, state, decoded = TargetCursor(model, taps), draft.drafter.new_state(), Decoded()
-    clock = _Clock(decoded.seconds)
-    logits_NV, hidden_TLD = cursor.forward(prompt, last_only=True)
-    cursor.keep(prompt, len(prompt))
-    anchor = _choose(logits_NV[-1], temperature, generator)
-    decoded.tokens.append(anchor)
-    clock.lap("prefill")
-    while len(decoded.tokens) < max_new_tokens and anchor not in end_tokens:
-        draft.drafter.extend(state, as_stored(hidden_TLD))
-        drafted_KV = draft.logits(state, anchor)[:most_drafts]
-        drafts = _choose_all(drafted_KV, temperature, generator)
-        clock.lap("draft")
+
+    def propose(logits_KV: Tensor) -> tuple[list[int], Tensor]:
+        drafted_KV = logits_KV[:most_drafts]
+        return _choose_all(drafted_KV, temperature, generator), drafted_KV
+
+    def verify(cursor: TargetCursor, anchor: int, proposal: Any) -> tuple[list[list[int]], Tensor]:
+        drafts, drafted_KV = proposal
         block = [anchor, *drafts]
         logits_BV, hidden_BLD = cursor.forward(block)
         if temperature > 0:
@@ -259,12 +255,48 @@ def speculative(
             )
         else:
             accepted, following = accept_greedy(logits_BV.argmax(-1).tolist(), drafts)
-        committed = cut([*drafts[:accepted], following], end_tokens)
         cursor.keep(block, accepted + 1)
-        hidden_TLD = hidden_BLD[: accepted + 1]
-        decoded.tokens += committed
-        decoded.commits.append(len(committed))
-        anchor = committed[-1]
+        return [[*drafts[:accepted], following]], hidden_BLD[: accepted + 1]
+
+    def first(logits_V: Tensor) -> int:
+        return _choose_all(logits_V[None], temperature, generator)[0]
+
+    return by_blocks(
+        TargetCursor(model, taps), draft, prompt, max_new_tokens, end_tokens,
+        first=first, propose=propose, verify=verify,
+    )  # fmt: skip
+
+
+def by_blocks(
+    cursor: TargetCursor, draft: Draft, prompt: Sequence[int], max_new_tokens: int,
+    end_tokens: Sequence[int], *, first: Callable, propose: Callable, verify: Callable,
+) -> Decoded:  # fmt: skip
+    """The loop of speculative decoding: prefill, then draft and verify until the end.
+
+    Args:
+        first: logits [V] behind the prompt -> the first token.
+        propose: the drafter's logits [K, V] -> what is to be verified.
+        verify: (cursor, anchor, proposal) -> the tokens that each pass committed, and the states
+            of the positions kept in the cursor.
+    """
+    state, decoded = draft.drafter.new_state(), Decoded()
+    clock = _Clock(decoded.seconds)
+    logits_NV, hidden_TLD = cursor.forward(prompt, last_only=True)
+    cursor.keep(prompt, len(prompt))
+    decoded.tokens.append(first(logits_NV[-1]))
+    clock.lap("prefill")
+    while len(decoded.tokens) < max_new_tokens and decoded.tokens[-1] not in end_tokens:
+        anchor = decoded.tokens[-1]
+        draft.drafter.extend(state, as_stored(hidden_TLD))
+        proposal = propose(draft.logits(state, anchor))
+        clock.lap("draft")
+        passes, hidden_TLD = verify(cursor, anchor, proposal)
+        for tokens in passes:
+            committed = cut(tokens, end_tokens)
+            decoded.tokens += committed
+            decoded.commits.append(len(committed))
+            if committed[-1] in end_tokens:
+                break
         clock.lap("verify")
     decoded.replays = cursor.replays
     decoded.tokens = decoded.tokens[:max_new_tokens]
@@ -316,10 +348,6 @@ def cut(tokens: list[int], end_tokens: Sequence[int]) -> list[int]:
         if token in end_tokens:
             return tokens[: index + 1]
     return tokens
-
-
-def _choose(logits_V: Tensor, temperature: float, generator: Any) -> int:
-    return _choose_all(logits_V[None], temperature, generator)[0]
 
 
 def _choose_all(logits_KV: Tensor, temperature: float, generator: Any) -> list[int]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from stage2_train.decode import Decoded, Draft, TargetCursor, accept_greedy, as_stored, collect, cut
+from stage2_train.decode import Decoded, Draft, TargetCursor, accept_greedy, as_stored, cut, tapped
 
 
 def batchable(model: Any) -> bool:
@@ -54,21 +54,16 @@ class BatchCursor:
         mask = torch.zeros(seen.shape, dtype=self.dtype, device=self.device)
         mask.masked_fill_(~seen, torch.finfo(self.dtype).min)
         position_PN = self.kept_PS.sum(1, keepdim=True) + (real_PN.cumsum(1) - 1).clamp_min(0)
-        states: list[Tensor] = []
-        handles = [tap.register_forward_hook(collect(states)) for tap in self.taps]
-        try:
-            output = self.model(
-                input_ids=ids_PN,
-                cache=self.cache,
-                use_cache=True,
-                attention_mask=mask,
-                position_ids=position_PN,
-            )
-        finally:
-            for handle in handles:
-                handle.remove()
+        logits_PNV, states = tapped(
+            self.model,
+            self.taps,
+            input_ids=ids_PN,
+            cache=self.cache,
+            attention_mask=mask,
+            position_ids=position_PN,
+        )
         self.kept_PS = torch.cat([self.kept_PS, real_PN], 1)
-        return output.logits.float(), torch.stack(states, 2) if states else None
+        return logits_PNV, torch.stack(states, 2) if states else None
 
     def keep(self, num_block: int, kept_P: Sequence[int]) -> None:
         """Of each prompt's last `num_block` tokens keeps the first `kept`."""

@@ -34,6 +34,7 @@ class _CrossEntropy(torch.autograd.Function):
         needs_grad = ctx.needs_input_grad[0]
         wide = torch.float64 if h_MD.dtype == torch.float64 else torch.float32
         size, vocabulary = len(h_MD), len(head)
+        chunk = -(-size // -(-size // chunk)) if size else 1  # equal chunks: a thin one is slow
         top = torch.full((size, 1), -math.inf, dtype=wide, device=h_MD.device)
         total = torch.zeros_like(top)
         label_logit = torch.zeros_like(top)

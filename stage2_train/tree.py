@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stage2_train.decode import Decoded, Draft, TargetCursor, _Clock, as_stored, cut
+from stage2_train.decode import Decoded, Draft, TargetCursor, by_blocks
 
 
 @dataclass(frozen=True)
@@ -121,30 +121,13 @@ def speculative_tree(
     budget: int = 32,
 ) -> Decoded:
     """Decodes one prompt greedily with tree verification; see `decode.speculative`."""
-    cursor, state, decoded = TargetCursor(model, taps), draft.drafter.new_state(), Decoded()
-    clock = _Clock(decoded.seconds)
-    logits_NV, hidden_TLD = cursor.forward(prompt, last_only=True)
-    cursor.keep(prompt, len(prompt))
-    anchor = int(logits_NV[-1].argmax())
-    decoded.tokens.append(anchor)
-    clock.lap("prefill")
-    verify = _verify_masked if cursor.maskable else _verify_paths
-    while len(decoded.tokens) < max_new_tokens and anchor not in end_tokens:
-        draft.drafter.extend(state, as_stored(hidden_TLD))
-        tree = build_tree(draft.logits(state, anchor), budget)
-        clock.lap("draft")
-        steps, hidden_TLD = verify(cursor, anchor, tree)
-        for tokens in steps:
-            committed = cut(tokens, end_tokens)
-            decoded.tokens += committed
-            decoded.commits.append(len(committed))
-            if committed[-1] in end_tokens:
-                break
-        anchor = decoded.tokens[-1]
-        clock.lap("verify")
-    decoded.replays = cursor.replays
-    decoded.tokens = decoded.tokens[:max_new_tokens]
-    return decoded
+    cursor = TargetCursor(model, taps)
+    return by_blocks(
+        cursor, draft, prompt, max_new_tokens, end_tokens,
+        first=lambda logits_V: int(logits_V.argmax()),
+        propose=lambda logits_KV: build_tree(logits_KV, budget),
+        verify=_verify_masked if cursor.maskable else _verify_paths,
+    )  # fmt: skip
 
 
 def _verify_masked(cursor: TargetCursor, anchor: int, tree: Tree) -> tuple[list[list[int]], Tensor]:

@@ -8,7 +8,8 @@ from stage2_train import gemm
 
 
 def error_ratio(got, exact) -> float:
-    return float((got.detach().double() - exact.detach()).norm() / exact.norm())
+    got, exact = got.detach().double(), exact.detach()
+    return float((got - exact).norm() / exact.norm())
 
 
 @pytest.fixture
