@@ -278,6 +278,9 @@ class DiagnosticsConfig:
 
     every: int = opt(10, "updates between measurements of update sizes and moments; 0: none", low=0)
     layers: bool = opt(False, "also by parameter, not only by group")
+    noise_every: int = opt(
+        0, "updates between gradient noise scales from a step's rows (two or more); 0: none", low=0
+    )
 
 
 @dataclass
@@ -309,6 +312,9 @@ class InspectConfig:
     run_dir: str = opt(MISSING, "directory of a run")
     checkpoint: str = opt("last", "last, best or step-NNNNNN; for spectra")
     spectra: bool = opt(True, "singular values of weights and updates by role")
+    noise_rows: int = opt(
+        0, "gradient noise scale at the checkpoint, from so many rows of the cache; 0: none", low=0
+    )
     report: str | None = opt(None, "the HTML page; null: inspect.html in run_dir")
 
 

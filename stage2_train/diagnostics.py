@@ -8,7 +8,7 @@ measured updates only, so it costs memory and time only at every `every`-th upda
 - decay time: 1 / (lr * decay), the updates in which a weight's history fades by e.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -151,39 +151,3 @@ def spectra(
             values = torch.linalg.svdvals(part)
             found.setdefault(block.role, []).append((values / values[0].clamp_min(1e-30)).tolist())
     return found
-
-
-@torch.no_grad()
-def noise_scale(gradients: Iterable[Mapping[str, Tensor]], batch: float) -> dict[str, float]:
-    """Gradient noise at one fixed set of parameters, from independent equal micro-batches.
-
-    Args:
-        gradients: the mean gradient of each micro-batch, by parameter name; at least two.
-        batch: size of a micro-batch, in the unit that the result is wanted in.
-
-    Returns:
-        trace: of the covariance of a single element's gradient, batch * the sample variance;
-        signal: squared norm of the true gradient, without the noise's share (may come out below
-        zero when noise rules); noise_scale: trace / signal, in the unit of `batch`;
-        snr: signal / (trace / batch), of one micro-batch.
-    """
-    count, mean, squares = 0, {}, 0.0
-    for found in gradients:
-        count += 1
-        for name, gradient in found.items():
-            gradient = gradient.double()
-            previous = mean.get(name, torch.zeros_like(gradient))
-            mean[name] = previous + (gradient - previous) / count
-            squares += float(((gradient - previous) * (gradient - mean[name])).sum())
-    if count < 2:
-        raise ValueError("the noise scale needs at least two micro-batches")
-    variance = squares / (count - 1)
-    signal = sum(float(value.square().sum()) for value in mean.values()) - variance / count
-    trace = variance * batch
-    return {
-        "trace": trace,
-        "signal": signal,
-        "noise_scale": trace / signal if signal > 0 else float("inf"),
-        "snr": signal / variance if variance else float("inf"),
-        "micro_batches": float(count),
-    }

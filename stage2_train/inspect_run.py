@@ -12,6 +12,7 @@ from stage2_train import checkpoint, plots
 from stage2_train.config import InspectConfig, Polynomial, TrainConfig
 from stage2_train.diagnostics import entropy, spectra
 from stage2_train.drafter import Drafter
+from stage2_train.noise_scale import Estimate, summary
 from stage2_train.orthogonalize import orthogonalize
 from stage2_train.param_rules import RoutingTable, blocks, route
 from stage2_train.report import Cell, numeric, plot_html, section, table, write_page
@@ -24,9 +25,8 @@ FIGURES = {
     "effective_decay": "effective decay lr*wd",
 }
 NOT_COVERED = (
-    "Not on this page: the gradient noise scale and SNR (they need independent micro-batch "
-    "gradients at a fixed checkpoint: stage2_train.diagnostics.noise_scale), activations, and "
-    "whether a flatter spectrum is better: entropy shows neither capacity nor compressibility."
+    "Not on this page: activations (drafttape mup checks them over widths), and whether a flatter "
+    "spectrum is better: entropy shows neither capacity nor compressibility."
 )
 
 
@@ -43,6 +43,13 @@ def inspect(config: InspectConfig) -> int:
     items, sections = [], []
     items += update_plots(lines)
     sections.append(section("Gradients", _gradients_html(lines)))
+    probe = None
+    if config.noise_rows:
+        from stage2_train.noise_probe import noise_at
+
+        probe = noise_at(run_dir, config.checkpoint, train, config.noise_rows)
+    items += noise_plots(lines)
+    sections.append(section("Gradient noise", noise_html(lines, probe, config.checkpoint)))
     if config.spectra:
         weights, updates, routing = load_matrices(run_dir, config.checkpoint, train)
         head_group = train.optimizer.head_group
@@ -129,6 +136,62 @@ def update_plots(lines: list[dict[str, Any]]) -> list[plots.Item]:
         if series:
             items.append(_lines_plot(figure, f"{label} by parameter group.", series, label))
     return items
+
+
+def estimates(lines: list[dict[str, Any]]) -> list[tuple[int, Estimate]]:
+    """(update, noise estimate) of every measured update."""
+    return [
+        (line["step"], Estimate(*(line[f"noise/{key}"] for key in ("trace", "signal", "batch"))))
+        for line in lines
+        if "noise/trace" in line
+    ]
+
+
+def noise_plots(lines: list[dict[str, Any]]) -> list[plots.Item]:
+    """Noise scale and SNR over updates, each from the mean of the last five estimates."""
+    found = estimates(lines)
+    series: dict[str, list[tuple[int, float]]] = {"noise_scale": [], "snr": []}
+    for place, (step, _) in enumerate(found):
+        numbers = summary(e for _, e in found[max(0, place - 4) : place + 1]) or {}
+        for key, points in series.items():
+            if 0 < numbers[key] < float("inf"):
+                points.append((step, float(np.log10(numbers[key]))))
+    labels = {
+        "noise_scale": "log10 noise scale, supervised elements",
+        "snr": "log10 SNR of a step's gradient",
+    }
+    return [
+        _lines_plot(key, f"{labels[key]} (mean of five estimates).",
+                    {"all": tuple(np.array(points, dtype=np.float64).T)}, labels[key])
+        for key, points in series.items() if len(points) > 1
+    ]  # fmt: skip
+
+
+def noise_html(lines: list[dict[str, Any]], probe: Estimate | None, which: str) -> str:
+    """The numbers, how they were sampled, and what they are not."""
+    found = [e for _, e in estimates(lines)]
+    rows = [[Cell(text) for text in ("measured", "noise scale", "batch", "SNR of the batch",
+                                     "trace", "signal", "estimates")]]  # fmt: skip
+    for label, group in (
+        ("while training, second half of the run", found[len(found) // 2 :]),
+        (f"at checkpoint {which}", [probe] if probe is not None else []),
+    ):
+        numbers = summary(group)
+        if numbers is not None:
+            keys = ("noise_scale", "batch", "snr", "trace", "signal", "estimates")
+            rows.append([Cell(label), *(numeric(numbers[key]) for key in keys)])
+    if len(rows) == 1:
+        return (
+            "<p>Not measured. diagnostics=noise measures it while training (steps of two rows or "
+            "more), noise_rows=N here, from N rows of the cache.</p>"
+        )
+    note = (
+        "Simple noise scale tr(S)/|G|^2 in supervised loss elements, from the squared norms of the "
+        "rows' gradients against the step's. Rows are packed documents, drawn without replacement; "
+        "elements of a document are correlated, so this is an upper bound. It is local to these "
+        "parameters and no batch size to keep; a negative signal is shown as an infinite scale."
+    )
+    return table(rows, "noise") + f"<p class=note>{note}</p>"
 
 
 def _lines_plot(name: str, caption: str, series: dict[str, Any], label: str) -> plots.Item:

@@ -10,7 +10,7 @@ checkpoint gives the same bits on the CPU.
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,13 +18,14 @@ import torch
 
 from shared.errors import DrafttapeError, Interrupted, TrainingError
 from shared.log import note, progress
-from stage2_train import checkpoint
+from stage2_train import checkpoint, noise_scale
 from stage2_train.batch import Batch
 from stage2_train.diagnostics import Diagnostics
 from stage2_train.gradients import clip_gradients
 from stage2_train.job import Job, Progress
 from stage2_train.loss import batch_loss, slot_weights
 from stage2_train.metrics import Metrics, step_flops
+from stage2_train.noise_scale import RowNorms
 from stage2_train.profiling import ProfileWindow
 from stage2_train.saver import Saver, restore, save
 from stage2_train.sharding import idle_batch
@@ -133,7 +134,7 @@ def update(
     rows = plan.step(state.step, job.total_rows)
     counts_K = plan.slot_counts(rows)
     job.optimizer.zero_grad(set_to_none=True)
-    share = accumulate(job, rows, batches, denominator(job, counts_K))
+    share = accumulate(job, rows, batches, denominator(job, counts_K), noise=_noise_due(job, state))
     shares = job.ranks.gather(share)
     for other in shares:
         if other.error is not None:
@@ -153,6 +154,9 @@ def update(
         watch.before(state.step + 1)
         job.optimizer.step(checked=True)
         measured = watch.after(report)
+        noise = noise_scale.estimate([r for s in shares for r in s.noise], report.norm**2)
+        if noise is not None:
+            measured |= {f"noise/{key}": value for key, value in asdict(noise).items()}
         state.bad_in_row = 0
     else:
         state.bad_in_row += 1
@@ -208,14 +212,27 @@ class Share:
     tokens: int = 0
     blocks: int = 0
     wait: float = 0.0
+    noise: list[tuple[float, float]] = field(default_factory=list)
     error: DrafttapeError | None = None
 
 
+def _noise_due(job: Job, state: Progress) -> bool:
+    """Whether the next update measures gradient noise; cut gradients are not measured."""
+    every = job.cfg.diagnostics.noise_every
+    return bool(every) and (state.step + 1) % every == 0 and not job.ranks.cut
+
+
 def accumulate(
-    job: Job, rows: list[Row], batches: Iterator[tuple[Row, Batch]], weight: float
+    job: Job,
+    rows: list[Row],
+    batches: Iterator[tuple[Row, Batch]],
+    weight: float,
+    *,
+    noise: bool = False,
 ) -> Share:
     """Forward and backward over this rank's rows; an error becomes part of the share."""
     share = Share()
+    norms = RowNorms(job.drafter.parameters(), weight) if noise else None
     numbers: list[torch.Tensor] = []
     mine = len(rows[job.ranks.rank :: job.ranks.world])
     passes = -(-len(rows) // job.ranks.world) if job.ranks.cut else mine
@@ -234,12 +251,18 @@ def accumulate(
             break
         if loss.requires_grad:
             loss.backward()
+        if norms is not None and stats:
+            row = rows[job.ranks.rank + turn * job.ranks.world]
+            counts_K = job.plan.slot_counts([row])
+            norms.add(float(counts_K.sum()), denominator(job, counts_K))
         if stats is not None:
             right = stats["correct"].sum() if stats else loss.detach()
             numbers.append(torch.stack([loss.detach().double(), right.double()]))
     if numbers:  # one wait for the device a step
         pairs = torch.stack(numbers).tolist()
         share.losses, share.correct = [p[0] for p in pairs], sum(p[1] for p in pairs)
+    if norms is not None:
+        share.noise = norms.rows
     return share
 
 

@@ -7,7 +7,7 @@ import torch
 from test_muon import Mixed, config
 
 from stage2_train.config import OptimizerConfig, OptimizerName
-from stage2_train.diagnostics import Diagnostics, entropy, noise_scale, spectra
+from stage2_train.diagnostics import Diagnostics, entropy, spectra
 from stage2_train.gradients import clip_gradients
 from stage2_train.optimizers import build_optimizer
 
@@ -90,17 +90,3 @@ def test_spectra_are_by_role_and_part():
     }  # fmt: skip
     expected = torch.linalg.svdvals(weights["q_proj.weight"][16:32])
     assert found["q"][1] == pytest.approx((expected / expected[0]).tolist(), rel=1e-5)
-
-
-def test_noise_scale_of_known_noise():
-    generator = torch.Generator().manual_seed(0)
-    mean, sigma, batch = torch.full((400,), 0.5), 3.0, 16
-    gradients = [
-        {"w": mean + sigma / math.sqrt(batch) * torch.randn(400, generator=generator)}
-        for _ in range(200)
-    ]
-    found = noise_scale(gradients, batch)
-    assert found["trace"] == pytest.approx(400 * sigma**2, rel=0.05)
-    assert found["signal"] == pytest.approx(400 * 0.25, rel=0.05)
-    assert found["noise_scale"] == pytest.approx(36, rel=0.1)
-    assert found["snr"] == pytest.approx(16 / 36, rel=0.1)
