@@ -3,17 +3,17 @@
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from shared.config import TargetConfig
-from shared.errors import ConfigError, DataError
+from shared.errors import ConfigError
 from shared.log import say
-from shared.target import mask_token_id, resolve_layer_ids, text_config
+from shared.target import choose_device, mask_token_id, resolve_layer_ids, text_config
 from stage1_extract import bottleneck
-from stage1_extract.config import PlanConfig
+from stage1_extract.config import Codec, PlanConfig
 from stage1_extract.plan import BITS, JobPlan, plan_job
+from stage1_extract.probe import probe
 from stage1_extract.prompts import Prepared, prepare
 
 _BUCKETS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -41,12 +41,22 @@ def plan(cfg: PlanConfig) -> int:
     say(f"taps      {', '.join(map(str, layer_ids))} ({rule}; 0-based layer outputs)")
     bytes_per_token = num_states * hidden_size * 2
     if cfg.tokens is None:
-        tokens = float(_data(cfg, vocab_size, bytes_per_token))
+        prepared, job = _data(cfg, vocab_size, bytes_per_token)
+        sequences = {sample.id: sample.tokens_T for sample in prepared.samples}
+        tokens = float(prepared.num_tokens)
     else:
+        sequences, job = _made_up(cfg, vocab_size)
         tokens = cfg.tokens
         say(f"tokens    {tokens:,.0f}")
-    _sizes(cfg, tokens, bytes_per_token)
-    speed = _probe(cfg) if cfg.probe else cfg.tokens_per_s
+    speed, bits, how = cfg.tokens_per_s, BITS, "about"
+    if cfg.probe:
+        device = choose_device(cfg.device)
+        found = probe(cfg.target, device, job, sequences, last_hidden=cfg.last_hidden)
+        speed, bits, how = found.tokens_per_s, found.bits, "measured:"
+    _sizes(cfg, tokens, bytes_per_token, bits, how)
+    longest = max(map(len, sequences.values()))
+    batch = max(longest, cfg.batch_tokens) * bytes_per_token
+    say(f"memory    {size_text(4 * batch)} a worker beside the target: four batches of states")
     if speed is not None:
         if speed <= 0:
             raise ConfigError("tokens_per_s must be positive", where="tokens_per_s")
@@ -73,8 +83,8 @@ def target_sizes(cfg: TargetConfig) -> tuple[int, int, int]:
     return config.num_hidden_layers, config.hidden_size, config.vocab_size
 
 
-def _data(cfg: PlanConfig, vocab_size: int, bytes_per_token: int) -> int:
-    """Prints what the data files hold; returns their tokens."""
+def _data(cfg: PlanConfig, vocab_size: int, bytes_per_token: int) -> tuple[Prepared, JobPlan]:
+    """Prints what the data files hold; returns the samples and the job over them."""
     from shared.target import load_tokenizer
 
     tokenizer = load_tokenizer(cfg.target)
@@ -99,7 +109,17 @@ def _data(cfg: PlanConfig, vocab_size: int, bytes_per_token: int) -> int:
         f"batches   {batches:,} in {len(job.shards):,} shards, "
         f"{1 - tokens / computed:.1%} of computed tokens are pads"
     )
-    return tokens
+    return prepared, job
+
+
+def _made_up(cfg: PlanConfig, vocab_size: int) -> tuple[dict[str, np.ndarray], JobPlan]:
+    """Random samples of one length for the probe, where there are no data."""
+    length = min(cfg.data.max_tokens, 512, cfg.batch_tokens)
+    count = 4 * max(1, cfg.batch_tokens // length)
+    rng = np.random.default_rng(0)
+    sequences = {f"{i:032x}": rng.integers(0, vocab_size, length) for i in range(count)}
+    lengths = [(name, length) for name in sequences]
+    return sequences, plan_job(lengths, 1, count * length, cfg.batch_tokens)
 
 
 def planned(
@@ -133,11 +153,13 @@ def size_text(size: float) -> str:
     return f"{size / 1e3:.1f} kB"
 
 
-def _sizes(cfg: PlanConfig, tokens: float, bytes_per_token: int) -> None:
+def _sizes(
+    cfg: PlanConfig, tokens: float, bytes_per_token: int, bits: dict[Codec, float], how: str
+) -> None:
     raw = tokens * bytes_per_token
     say(f"raw       {size_text(raw)} of bf16, {bytes_per_token:,} bytes a token")
-    for codec, bits in BITS.items():
-        say(f"  {codec.value:<9}{size_text(raw * bits / 16)} (about {bits} bits of 16)")
+    for codec, value in bits.items():
+        say(f"  {codec.value:<9}{size_text(raw * value / 16)} ({how} {value:.4g} bits of 16)")
     if cfg.disk is not None:
         folder = Path(cfg.disk).expanduser().absolute()
         while not folder.exists():
@@ -161,26 +183,3 @@ def _sheet(cfg: PlanConfig) -> None:
     gpus = given.target_gpus + given.drafter_gpus
     for line in bottleneck.lines(result, given.target_rate, given.drafter_rate, gpus):
         say(line)
-
-
-def _probe(cfg: PlanConfig, seconds: float = 30.0) -> float:
-    """Tokens/s of the target's forward passes over random tokens, measured for half a minute."""
-    import time
-
-    import torch
-
-    from shared.capture import capture
-    from shared.target import choose_device, load_target
-
-    if cfg.data.max_tokens < 2:
-        raise DataError("data.max_tokens must be at least 2", where="data")
-    target: Any = load_target(cfg.target, choose_device(cfg.device))
-    length = min(cfg.data.max_tokens, 512, cfg.batch_tokens)
-    count = max(1, cfg.batch_tokens // length)
-    ids_BT = torch.randint(0, target.embed.weight.shape[0], (count, length)).to(target.device)
-    capture(target, ids_BT, [length] * count, target.info.layer_ids).cpu()
-    started, done = time.perf_counter(), 0
-    while time.perf_counter() - started < seconds:
-        capture(target, ids_BT, [length] * count, target.info.layer_ids).cpu()
-        done += count * length
-    return done / (time.perf_counter() - started)

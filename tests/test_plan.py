@@ -1,17 +1,21 @@
 """Planning is a pure function: shards, batches, sizes; the sheet names the bottleneck."""
 
+import functools
 import json
 import random
+import re
 
 import pytest
 
 from shared.config import compose
 from shared.errors import ConfigError
 from shared.sample import sample_id
+from stage1_extract import plan_word
 from stage1_extract.bottleneck import lines, sheet
 from stage1_extract.config import PlanConfig
 from stage1_extract.plan import JobPlan, job_id, plan_batches, plan_job
 from stage1_extract.plan_word import histogram, plan, size_text
+from stage1_extract.probe import probe
 
 
 def job(count: int = 300, seed: int = 0):
@@ -130,6 +134,21 @@ def test_plan_reads_data_with_the_tokenizer_alone(tmp_path, capsys, monkeypatch)
         assert part in shown
     with pytest.raises(ConfigError, match="tokens"):
         plan(compose("plan", PlanConfig, ["target=tiny_qwen3_5"]))
+
+
+@pytest.mark.slow
+def test_a_probe_measures_speed_and_bits_on_the_plans_own_batches(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(plan_word, "probe", functools.partial(probe, seconds=0.2))
+    path = tmp_path / "x.jsonl"
+    rows = [{"prompt": "p" * i, "completion": "yes"} for i in range(1, 60)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    overrides = ["target=tiny_qwen3_5", "batch_tokens=512", "probe=true"]
+    for data in (f"data.paths=[{path}]", "tokens=1e6"):
+        assert plan(compose("plan", PlanConfig, [*overrides, data])) == 0
+        shown = capsys.readouterr().out
+        assert shown.count("(measured: ") == 7
+        assert re.search(r"hours +[\d.]+ at [\d,]+ tokens/s", shown)
+        assert "four batches of states" in shown
 
 
 def test_sizes_and_histograms_read_well():
