@@ -15,7 +15,6 @@ import torch
 from shared.errors import ConfigError
 from stage2_train.config import LossConfig
 from stage2_train.distill import Mixture, distill
-from stage2_train.gemm import mm
 
 TILE = 2048  # vocabulary rows of one tile: with 512 slots 4 MiB of logits, which stay in cache
 
@@ -43,7 +42,7 @@ class _CrossEntropy(torch.autograd.Function):
             rows = head[low : low + TILE].to(h_MD.dtype)
             for start in range(0, size, chunk):
                 part = slice(start, start + chunk)
-                logit = mm(h_MD[part], rows.T).to(wide)
+                logit = (h_MD[part] @ rows.T).to(wide)
                 inside = (label_M[part] >= low) & (label_M[part] < low + len(rows))
                 at = (label_M[part] - low).clamp(0, len(rows) - 1)[:, None]
                 label_logit[part] += torch.where(inside[:, None], logit.gather(1, at), 0.0)
@@ -53,7 +52,7 @@ class _CrossEntropy(torch.autograd.Function):
                 total[part] = total[part] * shrink + logit.sum(1, keepdim=True)
                 top[part] = new_top
                 if needs_grad:
-                    weighted = mm(logit.to(h_MD.dtype), rows)
+                    weighted = logit.to(h_MD.dtype) @ rows
                     grad[part] = grad[part].mul_(shrink).add_(weighted)
         nll = (top + total.log() - label_logit).squeeze(1)
         # The label's logit comes from the same product as the maximum: equality is exact.
