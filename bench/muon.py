@@ -1,27 +1,37 @@
 """Muon's speed against torch.optim.Muon, with the accuracy beside each time.
 
-One thread, CPU seconds, the contestants in turn, medians. A CPU without bfloat16 units emulates
-them ten to fifty times slower than its float32; there torch's code is given float32 instead of its
-own cast, so that the figures compare algorithms, and the price of the cast as shipped is a figure
-of its own (`muon.torch_as_shipped_slowdown`).
+One thread, CPU seconds, the contestants in turn, medians. `muon.SHAPE` is the speed-up over torch's
+function as shipped, which casts to bfloat16. A CPU without bfloat16 units emulates them ten to
+fifty times slower than its float32 (`muon.torch_as_shipped_slowdown`), so that there the figure is
+mostly the choice of the dtype; `muon.SHAPE_same_dtype` gives torch's code our dtype instead of its
+own cast and compares algorithms alone. Full steps are compared in the same dtype only.
 
 Polar error: Frobenius distance to the float64 polar factor over that factor's norm, on inputs with
-the spectrum of a momentum (singular values over two decades).
+the spectrum of a momentum (singular values over two decades), and on the momentum of the demo's
+Muon run where there is one (`make demo`): the mean and the worst over the parts of each kind.
+
+`muon.symmetric_from_THREADS_threads`: the smallest of a few sizes from which one triangle of
+XX^T in panels beats the full product; `orthogonalize.SYMMETRIC_MIN_N` is the rule.
 """
 
 import contextlib
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.optim import _muon as torch_muon
 
+from shared.config import typed
+from stage2_train import checkpoint
 from stage2_train import orthogonalize as ortho
-from stage2_train.config import MuonScale, OptimizerConfig, OptimizerName, Polynomial
+from stage2_train.config import MuonScale, OptimizerConfig, OptimizerName, Polynomial, TrainConfig
+from stage2_train.drafter import Drafter
 from stage2_train.optimizers import build_optimizer
-from stage2_train.param_rules import by_head, elementwise, stacked, whole
+from stage2_train.param_rules import blocks, by_head, elementwise, route, stacked, whole
+from stage2_train.runs import read_run
 
 SHAPES = {
     "square_1024": (1, 1024, 1024),
@@ -31,6 +41,8 @@ SHAPES = {
 }
 HIDDEN, HEADS, INNER, LAYERS = 512, 8, 1920, 4
 ROUNDS = 3
+SIZES = (256, 320, 384, 448, 512, 768)
+DEMO_RUN = Path("build/demo/runs/muon")
 
 
 def run() -> dict[str, float]:
@@ -38,7 +50,7 @@ def run() -> dict[str, float]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return _shapes() | _steps()
+        return _shapes() | momentum_errors(DEMO_RUN) | _steps() | _symmetric_from()
     finally:
         torch.set_num_threads(threads)
 
@@ -62,15 +74,19 @@ def torch_polar(x_BNM: Tensor) -> Tensor:
     )
 
 
-def medians(contestants: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Median CPU seconds of each, run in turn after one warm-up."""
+def medians(
+    contestants: dict[str, Callable[[], object]],
+    rounds: int,
+    clock: Callable[[], float] = time.process_time,
+) -> dict[str, float]:
+    """Median seconds (of the CPU, unless told) of each, run in turn after one warm-up."""
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for count in range(rounds + 1):
         for name, call in contestants.items():
-            started = time.process_time()
+            started = clock()
             call()
             if count:
-                seconds[name].append(time.process_time() - started)
+                seconds[name].append(clock() - started)
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
@@ -99,16 +115,73 @@ def _shapes() -> dict[str, float]:
         with torch_in(dtype):
             seconds = medians(contestants, ROUNDS)
             errors = {who: polar_error(call(), exact) for who, call in contestants.items()}
-        figures[f"muon.{name}"] = seconds["torch"] / seconds["ours"]
-        figures[f"muon.{name}_polar8"] = seconds["torch"] / seconds["polar8"]
+        shipped = seconds["torch"]
+        if dtype != torch.bfloat16:
+            started = time.process_time()
+            errors["torch_as_shipped"] = polar_error(torch_polar(x), exact)
+            shipped = time.process_time() - started
+        figures[f"muon.{name}"] = shipped / seconds["ours"]
+        figures[f"muon.{name}_same_dtype"] = seconds["torch"] / seconds["ours"]
+        figures[f"muon.{name}_polar8_same_dtype"] = seconds["torch"] / seconds["polar8"]
         for who, error in errors.items():
             figures[f"muon.{name}_error_{who}"] = error
-    x = momentum_like(4, 64, 256)
-    contestants = {"shipped": lambda: torch_polar(x)}
-    shipped = medians(contestants, ROUNDS)["shipped"]
-    with torch_in(dtype):
-        same = medians(contestants, ROUNDS)["shipped"]
-    return figures | {"muon.torch_as_shipped_slowdown": shipped / same}
+        slowdown = shipped / seconds["torch"]
+    return figures | {"muon.torch_as_shipped_slowdown": slowdown}
+
+
+def momentum_errors(run_dir: Path) -> dict[str, float]:
+    """Polar Express x8 and KJ x5 on a run's momentum, heads alone and whole; {} without a run."""
+    if not (run_dir / "run.json").exists():
+        return {}
+    train = typed(TrainConfig, read_run(run_dir).config)
+    weights, state, _ = checkpoint.load(checkpoint.find(run_dir, "last"))
+    width = len(weights["fc.weight"])
+    with torch.device("meta"):
+        drafter = Drafter(train.drafter, weights["fc.weight"].shape[1] // width, width)
+    errors: dict[str, list[float]] = {}
+    for row in route(drafter.named_parameters(), drafter.parts()).owned("muon"):
+        momentum = state[f"{row.name}/momentum"]
+        kinds = {1: "per_head", 0: "whole"} if row.parts[0].heads > 1 else {1: "unsplit"}
+        for group, kind in kinds.items():
+            for block in blocks(row.parts, group):
+                x = torch.cat([momentum[slice(*piece)] for piece in block.slices])
+                exact = ortho.svd_polar(x.double())
+                for name, polynomial, steps in (
+                    ("polar8", "polar_express", 8), ("kj5", "kj", 5)
+                ):  # fmt: skip
+                    y = ortho.orthogonalize(x, polynomial, steps)
+                    errors.setdefault(f"{name}_{kind}", []).append(polar_error(y, exact))
+                if kind == "per_head" and len(errors.get("polar8_bf16_per_head", [])) < 24:
+                    y = ortho.orthogonalize(x, "polar_express", 8, dtype=torch.bfloat16)
+                    errors.setdefault("polar8_bf16_per_head", []).append(polar_error(y, exact))
+    figures = {}
+    for name, found in errors.items():
+        figures[f"muon.momentum_error_{name}"] = statistics.mean(found)
+        figures[f"muon.momentum_error_{name}_worst"] = max(found)
+    return figures
+
+
+def _symmetric_from() -> dict[str, float]:
+    """Sizes from which the symmetric form wins, with one thread and with two; wall seconds."""
+    figures = {}
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        first = float("inf")
+        for n in reversed(SIZES):
+            x = torch.randn(1, n, n, generator=torch.Generator().manual_seed(0))
+            calls = {
+                form: lambda x=x, form=form: ortho.orthogonalize(
+                    x, "kj", 5, dtype=torch.float32, form=form
+                )
+                for form in ("standard", "symmetric")
+            }
+            seconds = medians(calls, 5, clock=time.perf_counter)
+            if seconds["symmetric"] > seconds["standard"]:
+                break
+            first = n
+        figures[f"muon.symmetric_from_{threads}_threads"] = float(first)
+    torch.set_num_threads(1)
+    return figures
 
 
 class _Layer(nn.Module):
