@@ -352,6 +352,11 @@ class EvalConfig:
         "prompts decoded together (greedy chain, targets that keep all keys); 1: as one user",
         low=1,
     )
+    data: list[str] = opt(
+        [], "table: JSONL files of prompts (turns, prompt or messages); []: the held-out prompts"
+    )
+    temperatures: list[float] = opt([], "table: temperatures of the chain besides 0", low=0)
+    trees: list[int] = opt([], "table: node budgets of trees (DDTree) beside the chain", low=1)
     again: bool = opt(False, "measure again although eval.json is up to date")
     device: str = opt("auto", "auto, cpu, cuda, cuda:N")
 

@@ -27,6 +27,7 @@ from shared.record import read_record
 from stage2_train import checkpoint, decode
 from stage2_train.config import EvalConfig, TrainConfig
 from stage2_train.decode_batch import batchable, greedy_batch, speculative_batch
+from stage2_train.eval_table import evaluate_table, wanted
 from stage2_train.heldout import heldout
 from stage2_train.tree import speculative_tree
 
@@ -174,16 +175,7 @@ def decode_prompts(run: LoadedRun, cfg: EvalConfig, device: str) -> dict[str, An
             "no held-out sample starts with a prompt", where=f"snapshot {run.snapshot.id}",
             do="Extract with a larger data.heldout, or eval with decode=false",
         )  # fmt: skip
-    target = load_target_of(run.store, cfg.target, device)
-    taps = [target.layers[index] for index in run.store.spec.layer_ids]
-    ends = [int(token) for token in run.store.target_assets().info.get("eos_token_ids") or []]
-    draft = decode.Draft(
-        run.drafter,
-        run.embed_VD,
-        run.head_VD,
-        run.config.drafter.mask_token_id,
-        run.config.drafter.block_size,
-    )
+    target, taps, ends, draft = open_decoding(run, cfg, device)
     own = OwnOutputs(run, cfg, device)
     chain = not cfg.tree and cfg.temperature <= 0
     together = cfg.batch_size if chain and batchable(target.model) else 1
@@ -196,13 +188,30 @@ def decode_prompts(run: LoadedRun, cfg: EvalConfig, device: str) -> dict[str, An
                 target.model, taps, draft, [ids for _, ids in group], cfg.max_new_tokens, ends
             )
         else:
-            fast = [_decode_one(target.model, taps, draft, *group[0], cfg, ends)]
+            fast = [decode_one(target.model, taps, draft, *group[0], cfg, ends)]
         for (name, prompt), ours, theirs in zip(group, fast, plain, strict=True):
             rows.append(_row(name, prompt, ours, theirs))
         bar.update(len(group))
     bar.close()
     extra = {"prompts": rows, "plain_reused": own.reused, "prompts_together": together}
     return summarise(rows, cfg.temperature) | extra
+
+
+def open_decoding(
+    run: LoadedRun, cfg: EvalConfig, device: str
+) -> tuple[Any, list, list[int], decode.Draft]:
+    """The target, its tapped layers, its end tokens, and what drafting needs."""
+    target = load_target_of(run.store, cfg.target, device)
+    taps = [target.layers[index] for index in run.store.spec.layer_ids]
+    ends = [int(token) for token in run.store.target_assets().info.get("eos_token_ids") or []]
+    draft = decode.Draft(
+        run.drafter,
+        run.embed_VD,
+        run.head_VD,
+        run.config.drafter.mask_token_id,
+        run.config.drafter.block_size,
+    )
+    return target, taps, ends, draft
 
 
 def _own_outputs(
@@ -221,10 +230,11 @@ def _own_outputs(
     return [known[name] for name, _ in group]
 
 
-def _decode_one(
+def decode_one(
     model: Any, taps: list, draft: decode.Draft, name: str, prompt: list[int], cfg: EvalConfig,
-    ends: list[int],
+    ends: list[int], most_drafts: int | None = None,
 ) -> decode.Decoded:  # fmt: skip
+    """One prompt as the configuration says: chain or tree, greedy or sampled."""
     if cfg.tree:
         return speculative_tree(
             model, taps, draft, prompt, cfg.max_new_tokens, ends, budget=cfg.tree
@@ -233,6 +243,7 @@ def _decode_one(
     return decode.speculative(
         model, taps, draft, prompt, cfg.max_new_tokens, ends,
         temperature=cfg.temperature, generator=torch.Generator().manual_seed(seed),
+        most_drafts=most_drafts,
     )  # fmt: skip
 
 
@@ -358,6 +369,8 @@ def table(path: Path, result: dict[str, Any]) -> str:
 
 def evaluate(cfg: EvalConfig) -> int:
     """The word: measures, prints the table. Exit code 1 when an output is not the target's own."""
+    if wanted(cfg):
+        return evaluate_table(cfg)
     result = measure(cfg)
     say(table(Path(cfg.run_dir), result))
     identical = result.get("output_identical")

@@ -93,6 +93,32 @@ def test_sampling_runs(world):
     assert result["real_acceptance"] >= 1
 
 
+@pytest.mark.slow
+def test_a_table_of_data_sets_and_ways(world, tmp_path, capsys):
+    _, run_dir = world
+    (tmp_path / "mbpp.jsonl").write_text('{"turns": ["abcd"]}\n{"prompt": "efg"}\n')
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "no"}]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    config = EvalConfig(
+        run_dir=str(run_dir), max_new_tokens=12, temperatures=[1.0], trees=[2, 8],
+        data=[str(tmp_path / "mbpp.jsonl"), str(tmp_path / "chats.jsonl")],
+    )  # fmt: skip
+    assert evaluate.evaluate(config) == 0
+    rows = json.loads((run_dir / "eval_table.json").read_text())["rows"]
+    names = ["chain T=0", "chain T=1", "chain 2 T=0", "tree 2", "tree 8"]
+    assert [(row["data"], row["way"]) for row in rows] == [
+        (data, way) for data in ("mbpp", "chats") for way in names
+    ]
+    for row in rows:
+        assert row["identical"] == (None if row["way"] == "chain T=1" else row["prompts"])
+        assert row["acceptance"] == pytest.approx(1 + sum(row["slot_acceptance"]))
+        assert row["estimated_speedup"] > 0
+    by_way = {row["way"]: row["acceptance"] for row in rows[:5]}
+    assert by_way["tree 2"] >= by_way["chain 2 T=0"]
+    assert by_way["tree 8"] >= by_way["chain T=0"]
+    assert "| mbpp | tree 8 |" in capsys.readouterr().out
+
+
 def test_wrong_output_is_not_a_success(world, monkeypatch, capsys):
     _, run_dir = world
     monkeypatch.setattr(evaluate, "measure", lambda cfg: {
