@@ -51,7 +51,7 @@ WORDS = {
         "stage1_extract.mask_audit:mask_audit",
     ),
     "status": Word(
-        "how a running extraction stands, from another terminal",
+        "how a running extraction or training stands, from another terminal",
         "drafttape status build/demo/cache",
         "stage1_extract.config:StatusConfig",
         "stage1_extract.status:status",

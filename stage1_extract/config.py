@@ -196,7 +196,7 @@ class MaskAuditConfig:
 class StatusConfig:
     """drafttape status"""
 
-    root: str = opt(MISSING, "the cache that is being filled")
+    root: str = opt(MISSING, "a cache that is being filled, or the directory of a training run")
 
 
 @dataclass

@@ -10,11 +10,13 @@ import json
 import os
 import socket
 import time
+from pathlib import Path
 from typing import Any
 
 from shared.errors import CacheError, DrafttapeError
 from shared.log import progress, say
 from shared.remote import files_at
+from shared.run_status import run_lines
 from shared.store import Store
 from stage1_extract.config import StatusConfig
 from stage1_extract.worker import ShardResult
@@ -103,17 +105,23 @@ class Status:
 
 
 def status(cfg: StatusConfig) -> int:
-    """The word: prints how the extraction into a cache stands.
+    """The word: prints how the extraction into a cache, or a training run, stands.
 
     Raises:
         CacheError: nothing was extracted into it yet.
     """
+    if (Path(cfg.root) / "run.json").is_file():
+        for line in run_lines(Path(cfg.root)):
+            say(line)
+        return 0
     where = f"{cfg.root}/{FILE}"
     try:
         shown = lines(json.loads(files_at(cfg.root).read(FILE)))
     except FileNotFoundError:
         raise CacheError(
-            "no extraction has run here yet", where=cfg.root, do="Give the cache's directory"
+            "no extraction or training has run here yet",
+            where=cfg.root,
+            do="Give the directory of a cache or of a run",
         ) from None
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise CacheError(f"the status file can't be read ({error})", where=where) from None
