@@ -34,7 +34,7 @@ from stage2_train.online import open_online
 from stage2_train.shared_reads import forget
 from stage2_train.sweep_job import read_state, run_trial
 
-TRIALS, DOCUMENTS = 8, 40
+TRIALS, DOCUMENTS = 8, 16
 TRAIN = {
     "drafter.hidden_size": None, "drafter.intermediate_size": 96,
     "drafter.layer_types": ["linear_attention", "full_attention"],
@@ -66,7 +66,7 @@ def make_cache(folder: Path) -> Path:
     chats = folder / "chats.jsonl"
     with chats.open("w") as file:
         for n in range(DOCUMENTS):
-            text = f"{n} is what you asked for, " * (10 + n % 20)
+            text = f"{n} is what you asked for, " * (8 + n)
             turns = [{"role": "user", "content": f"Say {n}."},
                      {"role": "assistant", "content": text}]  # fmt: skip
             file.write(json.dumps({"messages": turns}) + "\n")

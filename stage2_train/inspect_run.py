@@ -12,7 +12,7 @@ from stage2_train import checkpoint, plots
 from stage2_train.config import InspectConfig, Polynomial, TrainConfig
 from stage2_train.diagnostics import entropy, spectra
 from stage2_train.drafter import Drafter
-from stage2_train.noise_scale import Estimate, summary
+from stage2_train.noise_scale import Estimate, from_lines, summary
 from stage2_train.orthogonalize import orthogonalize
 from stage2_train.param_rules import RoutingTable, blocks, route
 from stage2_train.report import Cell, numeric, plot_html, section, table, write_page
@@ -138,18 +138,9 @@ def update_plots(lines: list[dict[str, Any]]) -> list[plots.Item]:
     return items
 
 
-def estimates(lines: list[dict[str, Any]]) -> list[tuple[int, Estimate]]:
-    """(update, noise estimate) of every measured update."""
-    return [
-        (line["step"], Estimate(*(line[f"noise/{key}"] for key in ("trace", "signal", "batch"))))
-        for line in lines
-        if "noise/trace" in line
-    ]
-
-
 def noise_plots(lines: list[dict[str, Any]]) -> list[plots.Item]:
     """Noise scale and SNR over updates, each from the mean of the last five estimates."""
-    found = estimates(lines)
+    found = from_lines(lines)
     series: dict[str, list[tuple[int, float]]] = {"noise_scale": [], "snr": []}
     for place, (step, _) in enumerate(found):
         numbers = summary(e for _, e in found[max(0, place - 4) : place + 1]) or {}
@@ -169,7 +160,7 @@ def noise_plots(lines: list[dict[str, Any]]) -> list[plots.Item]:
 
 def noise_html(lines: list[dict[str, Any]], probe: Estimate | None, which: str) -> str:
     """The numbers, how they were sampled, and what they are not."""
-    found = [e for _, e in estimates(lines)]
+    found = [e for _, e in from_lines(lines)]
     rows = [[Cell(text) for text in ("measured", "noise scale", "batch", "SNR of the batch",
                                      "trace", "signal", "estimates")]]  # fmt: skip
     for label, group in (

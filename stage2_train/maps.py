@@ -192,6 +192,7 @@ class PowerLaw:
     Attributes:
         residual: standard deviation of log y about the line.
         low, high: prediction interval at `at`.
+        residuals: (C, y, log y about the line) of each point.
     """
 
     factor: float
@@ -202,6 +203,7 @@ class PowerLaw:
     low: float
     high: float
     points: int
+    residuals: tuple[tuple[float, float, float], ...] = ()
 
 
 def fit_power_law(
@@ -223,6 +225,7 @@ def fit_power_law(
     return PowerLaw(
         math.exp(weights[0]), float(weights[1]), residual, at,
         math.exp(predicted), math.exp(predicted - half), math.exp(predicted + half), len(x),
+        tuple(zip(budget, best, rest.tolist(), strict=True)),
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ model learns.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,6 +71,15 @@ def summary(estimates: Iterable[Estimate]) -> dict[str, float] | None:
         "batch": batch,
         "estimates": float(len(found)),
     }
+
+
+def from_lines(lines: Iterable[dict[str, Any]]) -> list[tuple[int, Estimate]]:
+    """(update, estimate) of every measured update of metrics.jsonl."""
+    return [
+        (line["step"], Estimate(*(line[f"noise/{key}"] for key in ("trace", "signal", "batch"))))
+        for line in lines
+        if "noise/trace" in line
+    ]
 
 
 class RowNorms:

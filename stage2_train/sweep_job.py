@@ -110,6 +110,7 @@ def run_trial(folder: Path, device: str = "auto", share: str | None = None) -> d
         state["result"] = {
             key: value for key, value in result.items() if isinstance(value, int | float | str)
         }
+        state["result"] |= noise_of(Path(config.run_dir))
         state["state"] = "done"
     except (Interrupted, KeyboardInterrupt):
         state["state"] = "stopped"
@@ -125,6 +126,16 @@ def run_trial(folder: Path, device: str = "auto", share: str | None = None) -> d
         state["pid"] = None
         write_state(folder, state)
     return state
+
+
+def noise_of(run_dir: Path) -> dict[str, float]:
+    """The gradient noise scale over the second half of a run that measured it."""
+    from shared.log import read_json_lines
+    from stage2_train.noise_scale import from_lines, summary
+
+    found = [estimate for _, estimate in from_lines(read_json_lines(run_dir / "metrics.jsonl"))]
+    numbers = summary(found[len(found) // 2 :])
+    return {} if numbers is None else {"noise_scale": numbers["noise_scale"]}
 
 
 @hydra.main(version_base="1.3", config_path=None, config_name="sweep_job")

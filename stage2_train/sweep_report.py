@@ -6,11 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from stage2_train import maps, verdict
-from stage2_train.report import Cell, escape, numeric, section, table, write_page
-
-MOST_MAPS = 12
-SHADES = "Viridis256"
+from stage2_train import maps, sweep_plots, verdict
+from stage2_train.report import Cell, escape, numeric, plot_html, section, table, write_page
 
 
 def analyse(rows: list[dict[str, Any]], *, tolerance: float) -> dict[str, Any]:
@@ -45,25 +42,32 @@ def analyse(rows: list[dict[str, Any]], *, tolerance: float) -> dict[str, Any]:
     }
 
 
-def _budget_fits(rows: list[dict[str, Any]]) -> list[tuple[str, maps.PowerLaw]]:
-    """Best lr against FLOPs per arm, where a sweep has three budgets or more."""
+def _budget_fits(rows: list[dict[str, Any]]) -> list[tuple[str, str, maps.PowerLaw]]:
+    """(arm, what, law) of best lr and best batch over FLOPs, from three budgets on."""
     fits = []
-    for arm in dict.fromkeys(row["arm"] for row in rows):
-        best: dict[float, tuple[float, float]] = {}
-        for row in rows:
-            flops, lr = row.get("result.flops"), row.get(f"set.{maps.LR}")
-            loss = row.get("heldout_loss")
-            if row["arm"] != arm or not flops or lr is None or loss is None:
-                continue
-            budget = float(f"{flops:.2g}")
-            if budget not in best or loss < best[budget][0]:
-                best[budget] = (loss, lr)
-        if len(best) >= 3:
-            budgets = sorted(best)
-            law = maps.fit_power_law(budgets, [best[b][1] for b in budgets], 4 * budgets[-1])
-            if law is not None:
-                fits.append((arm, law))
+    usable = sweep_plots.done(rows, "result.flops", f"set.{maps.LR}")
+    for arm in dict.fromkeys(row["arm"] for row in usable):
+        best: dict[float, dict[str, Any]] = {}
+        for row in (row for row in usable if row["arm"] == arm):
+            budget = float(f"{row['result.flops']:.2g}")
+            if budget not in best or row["heldout_loss"] < best[budget]["heldout_loss"]:
+                best[budget] = row
+        budgets = sorted(best)
+        for what, value in (
+            ("learning rate", lambda row: row[f"set.{maps.LR}"]),
+            ("batch in tokens", _tokens_per_step),
+        ):
+            values = [value(best[budget]) for budget in budgets]
+            if len(budgets) >= 3 and all(values) and len(set(values)) > 1:
+                law = maps.fit_power_law(budgets, values, 4 * budgets[-1])
+                if law is not None:
+                    fits.append((arm, what, law))
     return fits
+
+
+def _tokens_per_step(row: dict[str, Any]) -> float | None:
+    tokens, steps = row.get("result.tokens"), row.get("result.step")
+    return tokens / steps if tokens and steps else None
 
 
 def terminal_text(rows: list[dict[str, Any]], found: dict[str, Any]) -> str:
@@ -96,9 +100,7 @@ def _describe(cell: maps.Cell) -> str:
 
 def write(path: Path, name: str, rows: list[dict[str, Any]], found: dict[str, Any]) -> None:
     """Writes the page."""
-    items = [*heat_maps(found), *scatter(rows)]
-    from stage2_train.report import plot_html
-
+    items = sweep_plots.all_plots(rows, found)
     sections = [
         section("Result", result_html(rows, found)),
         section("Maps", "".join(plot_html(item) for item in items)),
@@ -189,13 +191,19 @@ def fits_html(rows: list[dict[str, Any]], found: dict[str, Any]) -> str:
                 ]
             )  # fmt: skip
         parts.append("<h3>Parabola over log(lr)</h3>" + table(made, "fits"))
-    for arm, law in found["budgets"]:
+    for arm, what, law in found["budgets"]:
         text = (
-            f"{arm}: best lr = {law.factor:.3g} C^{law.exponent:.3f} over {law.points} budgets "
+            f"{arm}: best {what} = {law.factor:.3g} C^{law.exponent:.3f} over {law.points} budgets "
             f"(residual {law.residual:.2g} in the logarithm); at C = {law.at:.2g} it predicts "
             f"{law.predicted:.2g}, 95 % prediction interval {law.low:.2g} to {law.high:.2g}."
         )
-        parts.append(f"<p>{escape(text)}</p>")
+        rows_ = [[Cell("FLOPs"), Cell(f"best {what}"), Cell("fitted"), Cell("residual of log")]]
+        rows_ += [
+            [numeric(c), numeric(y), numeric(y / math.exp(r)), numeric(r)]
+            for c, y, r in law.residuals
+        ]
+        parts.append(f"<h3>Local fit over budgets</h3><p>{escape(text)}</p>")
+        parts.append(table(rows_, f"budgets-{len(parts)}"))
     flops = [row["result.flops"] for row in rows if row.get("result.flops")]
     if flops:
         budget = float(np.median(flops))
@@ -207,111 +215,3 @@ def fits_html(rows: list[dict[str, Any]], found: dict[str, Any]) -> str:
         )
         parts.append(f"<p class=note>{escape(text)}</p>")
     return "".join(parts) or "<p>Too few points for a fit.</p>"
-
-
-def heat_maps(found: dict[str, Any]) -> list[Any]:
-    """Loss over learning rate and batch, a map a group, with both lr rules drawn over it."""
-    from bokeh.models import ColorBar, ColumnDataSource, LinearColorMapper
-
-    from stage2_train.plots import figure, item
-
-    cells: list[maps.Cell] = found["cells"]
-    known = [c.mean for c in cells if math.isfinite(c.mean)]
-    if not known:
-        return []
-    # Far-off points would flatten the colours: everything above the median reads as "bad".
-    low, high = min(known), float(np.median(known)) + 1e-9
-    items = []
-    robust = found["robust"][0] if found["robust"] else None
-    for number, group in enumerate(maps.groups_of(cells)[:MOST_MAPS]):
-        members = [cells[i] for i in group if maps.LR in cells[i].settings]
-        lrs = sorted({c.settings[maps.LR] for c in members})
-        batches = sorted({c.settings.get(maps.BATCH, 1) for c in members})
-        if len(lrs) < 2 or len(members) > 400:
-            continue
-        place = [(lrs.index(c.settings[maps.LR]), batches.index(c.settings.get(maps.BATCH, 1)))
-                 for c in members]  # fmt: skip
-        data = {
-            "x": [x for x, _ in place],
-            "y": [y for _, y in place],
-            "loss": [c.mean if math.isfinite(c.mean) else float("nan") for c in members],
-            "text": [verdict.number(c.mean) for c in members],
-            "edge": [3 if i == robust else (1.5 if i in found["near"] else 0)
-                     for i in group if maps.LR in cells[i].settings],
-        }  # fmt: skip
-        source = ColumnDataSource(data=data)
-        mapper = LinearColorMapper(palette=SHADES, low=low, high=high, nan_color="#888888")
-        plot = figure(
-            "learning rate", "rows per step", (-0.5, len(lrs) - 0.5), (-0.5, len(batches) - 0.5),
-            height=120 + 60 * len(batches),
-        )  # fmt: skip
-        plot.rect(
-            "x", "y", 1, 1, source=source, line_width="edge", line_color="#d55e00",
-            fill_color={"field": "loss", "transform": mapper},
-        )  # fmt: skip
-        plot.text(
-            "x", "y", "text", source=source, text_align="center", text_baseline="middle",
-            text_color="#ffffff", text_font_size="12px", text_outline_color="#000000",
-        )  # fmt: skip
-        for axis, values in ((plot.xaxis[0], lrs), (plot.yaxis[0], batches)):
-            axis.ticker = list(range(len(values)))
-            axis.major_label_overrides = {k: f"{v:g}" for k, v in enumerate(values)}
-        _draw_rules(plot, members, lrs, batches)
-        plot.add_layout(ColorBar(color_mapper=mapper, width=10), "right")
-        label = members[0].arm + "".join(
-            f", {k}={v}" for k, v in members[0].settings.items() if isinstance(v, str)
-        )
-        caption = f"{label}: held-out loss. Thick edge: robust pick; thin edge: near-optimal."
-        if len(batches) > 1:
-            caption += " Lines: linear (solid) and square-root (dashed) rule from the best point "
-            caption += "of the smallest batch."
-        items.append(item(f"map-{number}", caption, plot))
-    return items
-
-
-def _draw_rules(plot: Any, members: list[Any], lrs: list[float], batches: list[float]) -> None:
-    """The two lr rules from the best point of the smallest batch, in the map's coordinates."""
-    if len(batches) < 2:
-        return
-    first = [c for c in members if c.settings.get(maps.BATCH, 1) == batches[0]]
-    anchor = min(first, key=lambda c: c.mean)
-    for rule, dash in (("linear", "solid"), ("square root", "dashed")):
-        wanted = [maps.lr_rules(anchor.settings[maps.LR], batches[0], b)[rule] for b in batches]
-        x = np.interp(np.log(wanted), np.log(lrs), np.arange(len(lrs)))
-        plot.line(x.tolist(), list(range(len(batches))), line_color="#ff5fa2", line_dash=dash,
-                  line_width=2)  # fmt: skip
-
-
-def scatter(rows: list[dict[str, Any]]) -> list[Any]:
-    """Every finished trial: held-out loss against log10 of the learning rate."""
-    from bokeh.models import ColumnDataSource
-
-    from stage2_train.plots import colour, figure, item
-
-    done = [
-        row for row in rows if row.get("heldout_loss") is not None and row.get(f"set.{maps.LR}")
-    ]
-    if len(done) < 2:
-        return []
-    x = np.log10([row[f"set.{maps.LR}"] for row in done])
-    y = np.array([row["heldout_loss"] for row in done], dtype=np.float64)
-    top = float(np.quantile(y, 0.9))
-    plot = figure(
-        "log10(learning rate)", "held-out loss", (float(x.min()), float(x.max())),
-        (float(y.min()), max(top, float(y.min()) + 1e-6)),
-    )  # fmt: skip
-    arms = list(dict.fromkeys(row["arm"] for row in done))
-    for number, arm in enumerate(arms):
-        chosen = [k for k, row in enumerate(done) if row["arm"] == arm]
-        source = ColumnDataSource(
-            data={"x": x[chosen].astype(np.float32), "y": y[chosen].astype(np.float32)}
-        )
-        plot.scatter("x", "y", source=source, color=colour(number), size=7, alpha=0.8)
-    names = ", ".join(f"{colour_name(n)} {arm}" for n, arm in enumerate(arms))
-    return [item("trials", f"All finished trials: {names}.", plot)]
-
-
-def colour_name(number: int) -> str:
-    """A word for the palette's colour, for captions."""
-    words = ("blue", "orange", "green", "pink", "light blue", "red", "grey")
-    return words[number % len(words)]
