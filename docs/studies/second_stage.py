@@ -13,6 +13,7 @@ import yaml
 from stage2_train import maps
 
 SEEDS = [1, 2, 3]
+EVAL = {"max_prompts": 16, "max_new_tokens": 24, "batch_size": 16}
 
 
 def tuned(rows: list[dict], plan: dict) -> dict:
@@ -26,7 +27,7 @@ def tuned(rows: list[dict], plan: dict) -> dict:
         chosen = dict(cells[pick[0]].settings)
         arms[arm] = {key: value for key, value in (own or {}).items() if key != "grid"} | chosen
     rest = {key: value for key, value in plan.items() if key not in ("grid", "arms", "seeds")}
-    return rest | {"arms": arms, "seeds": SEEDS, "eval": {"max_prompts": 16, "max_new_tokens": 24, "batch_size": 16}}
+    return rest | {"arms": arms, "seeds": SEEDS, "eval": EVAL}
 
 
 def main(words: list[str]) -> None:
