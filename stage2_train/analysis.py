@@ -152,18 +152,33 @@ def difference_series(baseline: Arm, arm: Arm, seeds: list[Seed]) -> np.ndarray:
     )
 
 
-def pool_and_correct(pairs: dict[str, dict[str, Any]], arms: list[Arm], seeds: list[Seed]) -> None:
-    """Adds, per metric: the interval with noise pooled over all arms, and Holm's p-values."""
+def pool_and_correct(
+    pairs: dict[str, dict[str, Any]],
+    arms: list[Arm],
+    seeds: list[Seed],
+    *,
+    from_baseline: bool = False,
+) -> None:
+    """Adds, per metric: the interval with pooled or known seed noise, and Holm's p-values.
+
+    Args:
+        from_baseline: the noise is that of all runs of the baseline, also of seeds of its own.
+    """
     for key in BY_KEY:
         rows = [(name, rows[key]) for name, rows in pairs.items() if key in rows]
-        if not rows or len(seeds) < 2:
+        if not rows or (len(seeds) < 2 and not from_baseline):
             continue
-        if len(arms) > 2 and len(rows) == len(arms) - 1:
+        pooled = None
+        if from_baseline:
+            pooled = stats.known_noise([value(run, key) for run in arms[0].runs.values()])
+        elif len(arms) > 2 and len(rows) == len(arms) - 1:
             table = [[value(arm.runs[seed], key) for seed in seeds] for arm in arms]
             pooled = stats.pooled_noise(np.array(table))
+        if pooled is not None:
             for _, row in rows:
                 differences = [y - x for _, x, y in row["by_seed"]]
                 row["across"] = stats.paired_t(differences, row["across"].level, pooled=pooled)
+                row["noise"] = pooled[0]
         adjusted = stats.holm([row["across"].p for _, row in rows])
         for (_, row), p in zip(rows, adjusted, strict=True):
             row["p_holm"] = p

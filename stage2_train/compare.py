@@ -13,8 +13,8 @@ from typing import Any
 from shared.errors import ConfigError
 from shared.fs import write_atomic
 from shared.log import say
-from stage2_train import analysis, verdict
-from stage2_train.config import CompareConfig
+from stage2_train import analysis, transfer, verdict
+from stage2_train.config import CompareConfig, Noise
 from stage2_train.runs import (
     Arm,
     check_inputs,
@@ -49,7 +49,14 @@ def analyse(cfg: CompareConfig) -> tuple[dict[str, Any], list[Arm]]:
     baseline = arms[0]
     pairs = {arm.name: analysis.compare_pair(baseline, arm, seeds, cfg.confidence)
              for arm in arms[1:]}  # fmt: skip
-    analysis.pool_and_correct(pairs, arms, seeds)
+    known = cfg.noise is Noise.baseline
+    if known and len(baseline.runs) < 3:
+        raise ConfigError(
+            f"the seed noise can't be known from {len(baseline.runs)} runs of {baseline.name}",
+            where="noise=baseline",
+            do="Name at least three runs of the baseline, each with its own seed",
+        )
+    analysis.pool_and_correct(pairs, arms, seeds, from_baseline=known)
     first = baseline.runs[seeds[0]]
     numbers = {arm.name: analysis.arm_numbers(arm, seeds) for arm in arms}
     identical = [n["output_identical"] for n in numbers.values()]
@@ -64,6 +71,7 @@ def analyse(cfg: CompareConfig) -> tuple[dict[str, Any], list[Arm]]:
         "confidence": cfg.confidence,
         "decide_by": cfg.decide_by.value,
         "tolerance": cfg.tolerance,
+        "noise": cfg.noise.value,
         "baseline": baseline.name,
         "seeds": [list(seed) for seed in seeds],
         "inputs": {
@@ -84,8 +92,12 @@ def analyse(cfg: CompareConfig) -> tuple[dict[str, Any], list[Arm]]:
             arm.name: analysis.matched(baseline, arm, seeds, cfg.confidence) for arm in arms[1:]
         },
     }
+    summary["transfer"] = transfer.compare(arms, seeds, cfg.confidence)
     summary["left_out"] = [
-        str(run.path) for arm in arms for seed, run in arm.runs.items() if seed not in seeds
+        str(run.path)
+        for arm in arms
+        for seed, run in arm.runs.items()
+        if seed not in seeds and not (known and arm is baseline)
     ]
     summary["unfinished"] = [
         f"{run.path} has made {run.unfinished[0]} of {run.unfinished[1]} planned updates"

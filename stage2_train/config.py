@@ -222,6 +222,8 @@ class TrainerConfig:
     shard_ranks: int | None = opt(
         None, "hsdp: ranks that share a copy; null: those of a machine", low=1
     )
+    compile: bool = opt(False, "fuse the layers' norms and MLPs by torch.compile")
+    kernels: bool = opt(True, "CUDA: FLA and flex attention, after a check against their twins")
     recompute: bool = opt(False, "recompute layers in the backward pass: less memory, more time")
     profile_start: int | None = opt(
         None, "first update (1-based) of a profiler trace; null: none", low=1
@@ -299,6 +301,9 @@ class TrainConfig:
     diagnostics: DiagnosticsConfig = opt(DiagnosticsConfig, "measurements of updates")
     tracking: TrackingConfig = opt(TrackingConfig, "reports")
     branch: BranchConfig = opt(BranchConfig, "beginning at another run's checkpoint")
+    init_from: str | None = opt(
+        None, "exported drafter (z-lab's, speculators' or drafttape's directory) to begin with"
+    )
     source: Source = opt(Source.cache, "where hidden states come from; online runs the target")
     seed: int = opt(0, "order, packing and anchors")
     init_seed: int = opt(0, "initial weights", low=0, high=2**63 - 1)
@@ -391,12 +396,24 @@ class DecideBy(Enum):
     final_loss = "final_loss"
 
 
+class Noise(Enum):
+    """`paired`: the arms' own differences, pooled over arms; `baseline`: repeats of the baseline.
+
+    With `baseline` all runs of the baseline arm count, also those whose seeds no other arm has, and
+    an arm of one run can be judged. Their spread includes what pairing removes, so it is careful.
+    """
+
+    paired = "paired"
+    baseline = "baseline"
+
+
 class Layout(Enum):
     """Files of an export; `auto` is dflash for all-attention drafters, else drafttape."""
 
     auto = "auto"
     drafttape = "drafttape"
     dflash = "dflash"
+    speculators = "speculators"
 
 
 @dataclass
@@ -422,6 +439,9 @@ class CompareConfig:
     confidence: float = opt(0.95, "level of the intervals", above=0, below=1)
     decide_by: DecideBy = opt(DecideBy.heldout_loss, "the metric that the verdict is about")
     tolerance: float = opt(0.0, "smallest difference of that metric that matters", low=0)
+    noise: Noise = opt(
+        Noise.paired, "seed noise: paired differences, or known from repeats of the baseline"
+    )
     allow_codec: bool = opt(False, "compare runs although their caches' codecs differ")
 
 

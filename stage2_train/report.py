@@ -45,6 +45,7 @@ def write_report(path: Path, summary: dict[str, Any], arms: list[Arm]) -> None:
         section("Differences from the baseline", differences_html(summary)),
         section("Plots", legend(list(summary["arms"])) + "".join(plot_html(i) for i in items)),
         section("At matched budgets", matched_html(summary)),
+        *transfer_sections(summary),
         section("Stability", table(stability_rows(summary), "stability")),
         section("What was compared", inputs_html(summary)),
     ]
@@ -203,6 +204,30 @@ def matched_html(summary: dict[str, Any]) -> str:
         "hold different inputs. The three answer different questions and are not equivalent."
     )
     return table(rows, "matched") + f"<p class=note>{note}</p>"
+
+
+def transfer_sections(summary: dict[str, Any]) -> list[str]:
+    """Acceptance on other data sets; no section where none was measured."""
+    found = summary.get("transfer")
+    if not found:
+        return []
+    level = verdict.percent(summary["confidence"])
+    head = ["arm", "data", "verification", "baseline", "arm's", "difference",
+            f"{level} over seeds", "p (Holm)"]  # fmt: skip
+    rows = [[Cell(text) for text in head]]
+    rows += [
+        [
+            Cell(row["arm"]), Cell(row["data"]), Cell(row["way"]), numeric(row["baseline"]),
+            numeric(row["value"]), Cell(verdict.signed(row["across"].mean), row["across"].mean),
+            interval_cell(row["across"]), numeric(row["p_holm"]),
+        ]
+        for row in found
+    ]  # fmt: skip
+    note = (
+        "Tokens a pass on other data sets, from drafttape eval data=…; p-values are corrected over "
+        "all rows. Transfer doesn't decide."
+    )
+    return [section("Transfer", table(rows, "transfer") + f"<p class=note>{note}</p>")]
 
 
 def stability_rows(summary: dict[str, Any]) -> list[list[Cell]]:

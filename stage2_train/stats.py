@@ -182,7 +182,7 @@ def paired_t(
     method = f"paired t over {n} seeds"
     if pooled is not None and n:
         sd, df = pooled
-        method += f", noise pooled over arms ({df} degrees of freedom)"
+        method += f", noise known from more runs ({df} degrees of freedom)"
     if df < 1 or not math.isfinite(sd):
         return Interval(mean, float("nan"), float("nan"), level, "one seed", n)
     return _from_t(mean, sd / math.sqrt(n), df, level, method, n)
@@ -224,6 +224,19 @@ def pooled_noise(table_AS: np.ndarray) -> tuple[float, int] | None:
         return None
     rest = table - table.mean(1, keepdims=True) - table.mean(0, keepdims=True) + table.mean()
     return math.sqrt(2 * float((rest**2).sum()) / df), df
+
+
+def known_noise(baseline: Sequence[float]) -> tuple[float, int] | None:
+    """Seed noise of a difference from repeated baselines: two runs differ by sqrt(2) times it.
+
+    Returns:
+        (standard deviation of a difference, degrees of freedom), None with fewer than three runs.
+    """
+    x = np.asarray(baseline, dtype=np.float64)
+    x = x[np.isfinite(x)]
+    if len(x) < 3 or np.ptp(x) == 0:
+        return None
+    return math.sqrt(2) * float(x.std(ddof=1)), len(x) - 1
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

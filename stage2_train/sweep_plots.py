@@ -23,7 +23,7 @@ def heat_maps(found: dict[str, Any]) -> list[Item]:
     from bokeh.models import ColorBar, ColumnDataSource, LinearColorMapper
 
     cells: list[maps.Cell] = found["cells"]
-    known = [c.mean for c in cells if math.isfinite(c.mean)]
+    known = [c.mean for c in cells if math.isfinite(c.mean) and maps.LR in c.settings]
     if not known:
         return []
     # Far-off points would flatten the colours: everything above the median reads as "bad".
@@ -84,7 +84,8 @@ def _draw_rules(plot: Any, members: list[Any], lrs: list[float], batches: list[f
     anchor = min(first, key=lambda c: c.mean)
     for rule, style in (("linear", "solid"), ("square root", "dashed")):
         wanted = [maps.lr_rules(anchor.settings[maps.LR], batches[0], b)[rule] for b in batches]
-        x = np.interp(np.log(wanted), np.log(lrs), np.arange(len(lrs)))
+        places = np.arange(len(lrs))
+        x = np.interp(np.log(wanted), np.log(lrs), places, left=np.nan, right=np.nan)
         plot.line(x.tolist(), list(range(len(batches))), line_color="#ff5fa2", line_dash=style,
                   line_width=2)  # fmt: skip
 
@@ -180,8 +181,8 @@ def shapes(rows: list[dict[str, Any]]) -> list[Item]:
                 for n in names
             ]
             caption = (
-                f"{arm}: schedules at the same peak learning rate ({named(names)}). One peak is "
-                "above another in one point only if it is so at equal budgets and peaks."
+                f"{arm}: schedules at the same peak learning rate ({named(names)}). Shapes are "
+                "compared point by point, at equal peaks and budgets."
             )
             labels = ("log10(peak learning rate)", "held-out loss")
             items.append(curves(f"shapes-{len(items)}", caption, labels, lines))

@@ -61,7 +61,8 @@ def _decide_pair(
         f"({signed(across.mean)}"
     )
     needed: int | None = None
-    if seeds < 2 or not math.isfinite(across.low):
+    known = summary.get("noise") == "baseline"
+    if (seeds < 2 and not known) or not math.isfinite(across.low):
         text = f"{name} against {base}: {numbers}"
         if math.isfinite(within.low):
             text += f", {percent(level)} interval {span(within)} on these inputs"
@@ -72,7 +73,8 @@ def _decide_pair(
     found = p < claim_error(level) and abs(across.mean) >= tolerance
     matters_not = across.low > -tolerance and across.high < tolerance
     text = f"{name} against {base}: {numbers}, {percent(level)} interval {span(across)} over "
-    text += f"{seeds} seeds, p = {p:.2g}): "
+    text += f"{seeds} seed{'s' * (seeds > 1)}, p = {p:.2g}"
+    text += ", noise of repeated baselines): " if known else "): "
     if found:
         decision = "adopt" if gain else "keep"
         text += f"{direction}. " + (f"Adopt {name}." if gain else f"Keep {base}.")
@@ -102,6 +104,8 @@ def _decide_pair(
 
 def _noise(row: dict[str, Any], seeds: int) -> float:
     """Standard deviation of a paired difference over seeds."""
+    if "noise" in row:
+        return float(row["noise"])
     differences = [b - a for _, a, b in row["by_seed"]]
     mean = sum(differences) / seeds
     return math.sqrt(sum((d - mean) ** 2 for d in differences) / (seeds - 1))
@@ -237,6 +241,15 @@ def decision_record(summary: dict[str, Any], *, question: str | None = None) -> 
                 f"{span(row['across'])} | {number(row.get('p_holm', row['across'].p))} | "
                 f"{span(row['within'])} | {span(row['unpaired'])} |"
             )
+    if summary.get("transfer"):
+        lines += ["", "## Transfer (acceptance on other data, does not decide)", ""]
+        lines.append(f"| arm | data | verification | baseline | arm | difference | {level} | p |")
+        lines.append("|---" * 8 + "|")
+        for row in summary["transfer"]:
+            cells = [markdown(row[key]) for key in ("arm", "data", "way")]
+            cells += [number(row["baseline"]), number(row["value"])]
+            cells += [signed(row["across"].mean), span(row["across"]), number(row["p_holm"])]
+            lines.append(f"| {' | '.join(cells)} |")
     lines += ["", "## At matched budgets (training loss)", ""]
     lines.append("| arm | matched | budget | baseline | arm | difference | interval |")
     lines.append("|---" * 7 + "|")
@@ -301,5 +314,16 @@ def caveats(summary: dict[str, Any]) -> list[str]:
         texts.append(
             f"{len(summary['left_out'])} runs were left out: their seeds are not in every arm."
         )
-    texts.append("Other data: held-out samples are of the training data's kind.")
+    if not summary.get("transfer"):
+        texts.append(
+            "Other data: held-out samples are of the training data's kind (eval with data=… adds "
+            "other sets)."
+        )
+    for row in summary.get("transfer", []):
+        direction = summary["pairs"][row["arm"]].get("real_acceptance")
+        if direction and row["across"].mean * direction["across"].mean < 0:
+            texts.append(
+                f"Transfer: {markdown(row['arm'])} changes sign on {markdown(row['data'])} "
+                f"({markdown(row['way'])}: {signed(row['across'].mean)})."
+            )
     return texts

@@ -1,14 +1,15 @@
 """Comparisons: proven-identical inputs or a refusal, honest intervals, a defensible verdict."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from shared.errors import ConfigError, DataError, MismatchError
-from stage2_train import analysis, runs, stats, verdict
+from stage2_train import analysis, report, runs, stats, verdict
 from stage2_train.compare import analyse, compare, plain
-from stage2_train.config import CompareConfig, DecideBy
+from stage2_train.config import CompareConfig, DecideBy, Noise
 from tests.run_tools import chain, evaluation, learning, write_run
 
 MUON = {"name": "muon", "lr": 3e-3}
@@ -255,3 +256,54 @@ def test_terminal_text_has_no_control_characters(tmp_path):
     record = verdict.decision_record(summary)
     assert "\x1b" not in record
     assert "\\|\\`x\\`" in record
+
+
+def with_table(path, **sets):
+    rows = [{"data": data, "way": "chain T=0", "acceptance": value} for data, value in sets.items()]
+    (path / "eval_table.json").write_text(json.dumps({"step": 1, "rows": rows}))
+
+
+def test_transfer_is_shown_and_does_not_decide(tmp_path):
+    paths = [Path(path) for path in pair(tmp_path, seeds=(0, 1, 2), gain=0.2)]
+    for number, path in enumerate(paths):
+        gain = 0.1 if "muon" in path.name else 0.0
+        with_table(path, gsm8k=1.5 - gain + 0.001 * number, mbpp=2.0 + gain + 0.002 * number)
+    summary, _ = analyse(config([str(p) for p in paths], tmp_path))
+    rows = {row["data"]: row for row in summary["transfer"]}
+    assert rows["gsm8k"]["across"].mean < -0.09
+    assert rows["mbpp"]["across"].low > 0
+    assert rows["gsm8k"]["p_holm"] >= rows["gsm8k"]["across"].p
+    assert summary["verdict"]["pairs"]["muon"]["decision"] == "adopt"
+    text = verdict.decision_record(summary)
+    assert "## Transfer" in text
+    assert "changes sign on gsm8k" in text
+    assert "gsm8k" in report.transfer_sections(summary)[0]
+    (paths[0] / "eval_table.json").unlink()
+    assert analyse(config([str(p) for p in paths], tmp_path))[0]["transfer"] == []
+    json.dumps(plain(summary), allow_nan=False)
+
+
+def test_known_seed_noise_judges_an_arm_of_one_run(tmp_path):
+    losses = {0: 4.0, 1: 4.01, 2: 3.99, 3: 4.005}
+    baseline = [
+        write_run(tmp_path / f"adamw-{seed}", loss=learning(40), seed=seed,
+                  digests=chain(40, 0), evaluation=evaluation(loss))
+        for seed, loss in losses.items()
+    ]  # fmt: skip
+    for seed in losses:  # one order, other initial weights: repeats on the same inputs
+        document = json.loads((baseline[seed] / "run.json").read_text())
+        document["config"] |= {"seed": 0, "init_seed": seed}
+        (baseline[seed] / "run.json").write_text(json.dumps(document))
+    for name, loss, decision in (("better", 3.8, "adopt"), ("same", 3.995, "undecided")):
+        arm = write_run(tmp_path / name, loss=learning(40), optimizer={"name": name},
+                        digests=chain(40, 0), evaluation=evaluation(loss))  # fmt: skip
+        runs_ = [str(path) for path in (*baseline, arm)]
+        plain_, _ = analyse(config(runs_, tmp_path))
+        assert plain_["verdict"]["pairs"][name]["decision"] == "undecided"
+        known, _ = analyse(config(runs_, tmp_path, noise=Noise.baseline))
+        row = known["pairs"][name]["heldout_loss"]
+        assert row["noise"] == pytest.approx(2**0.5 * np.std(list(losses.values()), ddof=1))
+        assert known["verdict"]["pairs"][name]["decision"] == decision
+        assert known["left_out"] == []
+    with pytest.raises(ConfigError, match="known from 1 runs"):
+        analyse(config([str(baseline[0]), str(arm)], tmp_path, noise=Noise.baseline))
