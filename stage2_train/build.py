@@ -29,21 +29,22 @@ from stage2_train.config import Source as StateSource
 from stage2_train.drafter import Drafter
 from stage2_train.heldout import heldout
 from stage2_train.job import Job
-from stage2_train.loader import Loader, RowFeed, heldout_batches, open_feed
+from stage2_train.loader import Loader, RowFeed, Upload, heldout_batches, open_feed, pin
 from stage2_train.optimizers import build_optimizer
 from stage2_train.ranks import Ranks
-from stage2_train.schedule import build_schedule
+from stage2_train.schedule import build_schedule, unlike_the_run
 from stage2_train.sharding import shard_
 from stage2_train.shared_reads import SharedReader
 from stage2_train.steps import StepPlan
 from stage2_train.trackers import RunName, Sink, import_tracker, open_trackers
+from stage2_train.warm_start import warm_start
 
 # Keys that say where and when something happens, never what the optimizer sees.
 NEUTRAL = (
     "run_dir", "device", "loader", "cache.root", "tracking", "trainer.tensorboard", "trainer.keep",
     "trainer.checkpoint_every", "trainer.eval_every", "trainer.max_bad_steps", "trainer.recompute",
     "trainer.profile_start", "trainer.profile_steps", "trainer.parallel", "trainer.shard_ranks",
-    "trainer.async_checkpoint",
+    "trainer.async_checkpoint", "trainer.compile", "trainer.kernels",
 )  # fmt: skip
 
 
@@ -145,6 +146,10 @@ def open_source(cfg: TrainConfig) -> Source:
             where="loss",
             do="Extract with last_hidden=true, or set loss.kl=0 loss.l1=0",
         )
+    if cfg.init_from is not None and cfg.branch.run_dir is not None:
+        raise ConfigError(
+            "a run begins at one place", where="init_from and branch.run_dir", do="Set one to null"
+        )
     for tracker in cfg.tracking.trackers:
         import_tracker(tracker)
     plan = StepPlan(snapshot, cfg.batch, seed=cfg.seed, block=cfg.drafter.block_size)
@@ -238,13 +243,20 @@ def assemble(
         drafter = build_drafter(cfg.drafter, spec, cfg.init_seed).to(device)
         if cfg.optimizer.mup_base is not None:
             mup.rescale_init_(drafter.named_parameters(), mup.read_base(cfg.optimizer.mup_base))
-        drafter.use_kernels(device)
+        if cfg.trainer.kernels:
+            drafter.use_kernels(device)
+        if cfg.trainer.compile:
+            compile_layers(drafter)
         if cfg.trainer.recompute:
             recompute_layers(drafter)
         compute = torch.bfloat16 if cfg.trainer.dtype is Dtype.bfloat16 else torch.float32
         drafter.compute_dtype = compute
         embed, head = frozen(store, device, compute)
         drafter.match_head(head)
+        if cfg.init_from is not None and not checkpoint.steps(run_dir):
+            sentence = warm_start(drafter, cfg.drafter, spec.layer_ids, cfg.init_from)
+            if ranks.is_main:
+                note(sentence)
         if ranks.world > 1 and cfg.trainer.parallel is not Parallel.ddp:
             shard_(drafter, cfg.trainer, ranks.world, device)
             ranks.cut = True
@@ -259,6 +271,8 @@ def assemble(
                 note(branch.sentence())
             record.parent = branch.record() | {"own_steps_before": branch.step}
         factor = _schedule(source, record)
+        if ranks.is_main and (said := unlike_the_run(cfg.schedule, source.steps)):
+            note(said)
         reader = open_reader(store, cfg.loader)
 
         def measure() -> dict[str, Any]:
@@ -295,6 +309,7 @@ def assemble(
             branch=branch,
             trackers=partial(_trackers, record, run_dir, ranks, cfg),
             device=device,
+            upload=Upload(device),
             ranks=ranks,
         )
 
@@ -305,18 +320,24 @@ def _feed(source: Source, device: torch.device) -> RowFeed:
         from stage2_train.online import open_online
 
         return open_online(store, device, cfg.batch.tokens_per_row)
-    return open_feed(
+    feed = open_feed(
         source.plan,
         open_reader(store, cfg.loader),
         num_states=store.spec.num_states,
         hidden_size=store.spec.hidden_size,
         config=cfg.loader,
     )
+    if device.type == "cuda":
+        pin(feed)
+    return feed
 
 
 def open_reader(store: Store, loader: LoaderConfig) -> Any:
-    """A reader of the cache; with `loader.share`, one that shares what it has decoded."""
-    if loader.share is None:
+    """A reader of the cache; with `loader.share`, one that shares what it has decoded.
+
+    Only while the sweep that made the folder runs: later the run reads from the cache alone.
+    """
+    if loader.share is None or not Path(loader.share).is_dir():
         return store.reader()
     key = hashlib.blake2b(f"{store.root} {store.spec.digest}".encode(), digest_size=8).hexdigest()
     return SharedReader(store.reader(), Path(loader.share) / key)
@@ -336,6 +357,16 @@ def _trackers(record: RunRecord, run_dir: Path, ranks: Ranks, cfg: TrainConfig) 
         return []
     name = RunName(run_dir, record.config, record.start_digest, cfg.tracking.name)
     return open_trackers(cfg.tracking, name)
+
+
+def compile_layers(drafter: Drafter) -> None:
+    """Fuses what looks at one position (norm, MLP) by torch.compile, once for all row lengths.
+
+    Mixers stay as they are: their loops follow a row's documents, so each row would compile anew,
+    and on CUDA they are kernels already.
+    """
+    for layer in drafter.layers:
+        layer.feed_forward = torch.compile(layer.feed_forward, dynamic=True)
 
 
 def recompute_layers(drafter: Drafter) -> None:

@@ -1,9 +1,10 @@
 """The word `export`: a run's drafter as a directory that transformers loads without drafttape.
 
-Two layouts. `drafttape` has its own modelling code (`exported_model.py`, copied along). `dflash`,
+Three layouts. `drafttape` has its own modelling code (`exported_model.py`, copied along). `dflash`,
 for all-attention drafters, has the names and configuration of z-lab's published drafters, which
-their package and servers load; the modelling code lies beside it for plain transformers. Before
-the directory gets its name, another process loads it from disk and must give the same outputs.
+their package and servers load; the modelling code lies beside it for plain transformers.
+`speculators`, for the same drafters, is what that library's own converter makes of the latter.
+Before the directory gets its name, it is loaded from disk and must give the same outputs.
 """
 
 import importlib.util
@@ -29,6 +30,7 @@ from stage2_train.build import build_drafter
 from stage2_train.config import DrafterConfig, ExportConfig, Layout, TrainConfig
 from stage2_train.drafter import Drafter
 from stage2_train.model_card import model_card
+from stage2_train.warm_start import warm_start
 
 CODE = "modeling_drafttape"
 TOLERANCE = 1e-4  # of the largest output; float32 in another order of sums stays near 1e-6
@@ -46,7 +48,7 @@ def export(cfg: ExportConfig) -> int:
     folder = checkpoint.find(Path(cfg.run_dir), cfg.checkpoint)
     parameters, _, state = checkpoint.load(folder)
     checkpoint.load_parameters(drafter, parameters, folder)
-    info = store.target_assets().info
+    info = store.target_assets().info | {"architecture": store.spec.architecture}
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as temporary:
         made = Path(temporary) / "made"
@@ -82,10 +84,11 @@ def write(
     recurrent = "linear_attention" in drafter_cfg.layer_types
     if layout is Layout.auto:
         layout = Layout.drafttape if recurrent else Layout.dflash
-    if layout is Layout.dflash and recurrent:
+    if layout is not Layout.drafttape and recurrent:
         raise ConfigError(
-            "DFlash's layout has attention layers only", where="layout", do="Use layout=drafttape"
-        )
+            f"the {layout.value} layout has attention layers only",
+            where="layout", do="Use layout=drafttape",
+        )  # fmt: skip
     dtype = getattr(torch, cfg.dtype.value)
     weights = {
         name: tensor.detach().to(dtype).contiguous()
@@ -94,9 +97,11 @@ def write(
     document = model_config(drafter_cfg, info, layout, cfg.dtype)
     (directory / "config.json").write_text(json.dumps(document, indent=2) + "\n")
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    drafter.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
+    if layout is Layout.speculators:
+        return {"read again": reread_difference(directory, drafter, drafter_cfg, info)}
     code = Path(__file__).with_name("exported_model.py")
     shutil.copyfile(code, directory / f"{CODE}.py")
-    drafter.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
     loaders = ["auto"]
     if layout is Layout.dflash and importlib.util.find_spec("dflash"):
         loaders.append("dflash")
@@ -134,6 +139,8 @@ def model_config(
         },
         "dtype": dtype.value,
     }
+    if layout is Layout.speculators:
+        return _speculators(document, cfg, info)
     if layout is Layout.dflash:
         return document | {
             "model_type": "qwen3",
@@ -156,20 +163,88 @@ def model_config(
     }
 
 
+def _speculators(
+    document: dict[str, Any], cfg: DrafterConfig, info: dict[str, Any]
+) -> dict[str, Any]:
+    """As speculators 0.9 writes it after converting a DFlash directory.
+
+    Its layer ids count hidden_states, whose first entry is the embedding.
+    """
+    other = ("block_size", "dflash_config", "num_target_layers", "dtype", "rope_theta")
+    layers = {key: value for key, value in document.items() if key not in other}
+    proposal = {
+        "proposal_type": "greedy", "speculative_tokens": cfg.block_size - 1,
+        "accept_tolerance": 0.0, "verifier_accept_k": 1,
+    }  # fmt: skip
+    target = info.get("target") or {}
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "speculators_model_type": "dflash",
+        "speculators_version": "0.9.0",
+        "transformer_layer_config": {"model_type": "qwen3", **layers},
+        "draft_vocab_size": info["vocab_size"],
+        "block_size": cfg.block_size,
+        "aux_hidden_state_layer_ids": [layer + 1 for layer in info["layer_ids"]],
+        "mask_token_id": cfg.mask_token_id,
+        "sample_from_anchor": False,
+        "sliding_window_non_causal": True,
+        "target_hidden_size": None,
+        "tie_word_embeddings": False,
+        "dtype": document["dtype"],
+        "speculators_config": {
+            "algorithm": "dflash",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {
+                "name_or_path": target.get("model") or info.get("model"),
+                "architectures": [info["architecture"]] if info.get("architecture") else [],
+            },
+        },
+    }
+
+
 @torch.no_grad()
-def reload_difference(directory: Path, drafter: Drafter, loader: str, tokens: int = 150) -> float:
+def reread_difference(
+    directory: Path, drafter: Drafter, cfg: DrafterConfig, info: dict[str, Any]
+) -> float:
+    """Largest difference of a drafter that is warm-started from the directory, as below."""
+    again = Drafter(cfg, drafter.num_states, drafter.hidden_size)
+    warm_start(again, cfg, tuple(info["layer_ids"]), str(directory))
+    hidden, noise = _inputs(drafter)
+    return _difference(_draft(drafter, hidden, noise), _draft(again, hidden, noise), "read again")
+
+
+def _inputs(drafter: Drafter, tokens: int = 150) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    size, block = drafter.hidden_size, drafter.cfg.block_size
+    hidden = torch.randn(tokens, drafter.num_states, size, generator=generator)
+    return hidden, torch.randn(block, size, generator=generator) * 0.1
+
+
+def _draft(drafter: Drafter, hidden: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    state = drafter.new_state()
+    drafter.extend(state, hidden)
+    return drafter.draft(state, noise)
+
+
+def _difference(mine: torch.Tensor, theirs: torch.Tensor, loader: str) -> float:
+    difference = ((theirs - mine).abs().max() / mine.abs().max()).item()
+    if not difference <= TOLERANCE:
+        raise TrainingError(
+            f"the reloaded drafter ({loader}) differs by {difference:.2g} of its largest output"
+        )
+    return difference
+
+
+@torch.no_grad()
+def reload_difference(directory: Path, drafter: Drafter, loader: str) -> float:
     """Largest difference of a reloaded drafter's outputs, relative to the largest output.
 
     Raises:
         TrainingError: it can't be loaded, or differs by more than rounding.
     """
-    generator = torch.Generator().manual_seed(0)
-    size, block = drafter.hidden_size, drafter.cfg.block_size
-    hidden = torch.randn(tokens, drafter.num_states, size, generator=generator)
-    noise = torch.randn(block, size, generator=generator) * 0.1
-    state = drafter.new_state()
-    drafter.extend(state, hidden)
-    mine = drafter.draft(state, noise)
+    hidden, noise = _inputs(drafter)
+    mine = _draft(drafter, hidden, noise)
     with tempfile.TemporaryDirectory() as temporary:
         inputs, output = Path(temporary) / "in.safetensors", Path(temporary) / "out.safetensors"
         save_file({"hidden": hidden.flatten(1), "noise": noise}, inputs)
@@ -184,12 +259,7 @@ def reload_difference(directory: Path, drafter: Drafter, loader: str, tokens: in
             last = done.stderr.strip().splitlines()[-1:] or ["no message"]
             raise TrainingError(f"the export can't be loaded ({loader}): {last[0]}")
         theirs = load_file(output)["out"]
-    difference = ((theirs - mine).abs().max() / mine.abs().max()).item()
-    if not difference <= TOLERANCE:
-        raise TrainingError(
-            f"the reloaded drafter ({loader}) differs by {difference:.2g} of its largest output"
-        )
-    return difference
+    return _difference(mine, theirs, loader)
 
 
 def _evaluation(cfg: ExportConfig) -> dict[str, Any]:
