@@ -70,7 +70,8 @@ def make_cache(folder: Path) -> Path:
             turns = [{"role": "user", "content": f"Say {n}."},
                      {"role": "assistant", "content": text}]  # fmt: skip
             file.write(json.dumps({"messages": turns}) + "\n")
-    words = ["target=tiny_qwen3_5", f"data.paths=[{chats}]", f"cache.root={folder / 'cache'}"]
+    words = ["target=tiny_qwen3_5", "data.heldout=0.2", f"data.paths=[{chats}]"]
+    words.append(f"cache.root={folder / 'cache'}")
     assert not extract(compose("extract", ExtractConfig, [*words, "device=cpu"]))
     return folder / "cache"
 

@@ -117,7 +117,7 @@ def measure(cfg: EvalConfig) -> dict[str, Any]:
     Raises:
         DataError: there is no held-out sample. MismatchError: another target than the cache's.
     """
-    from stage2_train.build import resolve_device
+    from stage2_train.build import open_reader, resolve_device
     from stage2_train.loader import heldout_batches
 
     if cfg.tree < 0 or (cfg.tree and cfg.temperature > 0):
@@ -144,7 +144,10 @@ def measure(cfg: EvalConfig) -> dict[str, Any]:
         return known
     run = load_run(path, cfg.checkpoint, device, cfg.cache)
     batches = heldout_batches(
-        run.snapshot, run.store.reader(), run.config, run.config.drafter.mask_token_id
+        run.snapshot,
+        open_reader(run.store, run.config.loader),
+        run.config,
+        run.config.drafter.mask_token_id,
     )
     block = run.config.drafter.block_size
     result: dict[str, Any] = {"format": FORMAT, "key": key, "step": run.state["step"]}

@@ -32,6 +32,20 @@ def build_schedule(config: ScheduleConfig, total_steps: int) -> Schedule:
     return factor
 
 
+def unlike_the_run(config: ScheduleConfig, total_steps: int) -> str | None:
+    """What to say when the run ends before its schedule does, or goes on behind it."""
+    horizon = config.horizon
+    if horizon is None or horizon == total_steps:
+        return None
+    if horizon > total_steps:
+        last = build_schedule(config, horizon)(total_steps - 1)
+        return (
+            f"the run of {total_steps} updates ends before its schedule of {horizon} does: the "
+            f"last learning rate is {last:.0%} of the peak"
+        )
+    return f"the run of {total_steps} updates goes on behind its schedule of {horizon}"
+
+
 def steps_of(key: str, value: float, total: int) -> int:
     """A share of the steps (< 1) or a number of steps, as a number of steps."""
     if value < 0:

@@ -100,6 +100,7 @@ def run_trial(folder: Path, device: str = "auto", share: str | None = None) -> d
         if device != "auto":
             config.device = state["device"] = device
         if share:
+            Path(share).mkdir(parents=True, exist_ok=True)
             config.loader.share = share
         result = train_run(config)
         settings = {"run_dir": config.run_dir, "device": config.device} | state["eval"]

@@ -7,7 +7,7 @@ import pytest
 
 from shared.errors import ConfigError
 from stage2_train.config import Cooldown, ScheduleConfig, ScheduleName
-from stage2_train.schedule import build_schedule
+from stage2_train.schedule import build_schedule, unlike_the_run
 
 
 def factors(total, **settings):
@@ -112,3 +112,12 @@ def test_trap_30_group_ratios_are_constant(name):
         muon, adamw = (group["lr"] for group in optimizer.param_groups)
         assert muon / adamw == pytest.approx(40)
         assert muon == pytest.approx(0.02 * fn(step))
+
+
+def test_a_run_that_ends_before_its_schedule_says_so():
+    said = unlike_the_run(ScheduleConfig(name=ScheduleName.cosine, warmup=0.0, horizon=100), 50)
+    assert "50 updates ends before its schedule of 100" in said
+    assert "51%" in said
+    assert "goes on behind" in unlike_the_run(ScheduleConfig(horizon=40), 50)
+    assert unlike_the_run(ScheduleConfig(horizon=50), 50) is None
+    assert unlike_the_run(ScheduleConfig(), 50) is None
