@@ -148,11 +148,11 @@ def noise_plots(lines: list[dict[str, Any]]) -> list[plots.Item]:
             if 0 < numbers[key] < float("inf"):
                 points.append((step, float(np.log10(numbers[key]))))
     labels = {
-        "noise_scale": "log10 noise scale, supervised elements",
-        "snr": "log10 SNR of a step's gradient",
+        "noise_scale": "log10 noise scale",
+        "snr": "log10 SNR of a step",
     }
     return [
-        _lines_plot(key, f"{labels[key]} (mean of five estimates).",
+        _lines_plot(key, f"{labels[key]} (means of five estimates; unit: supervised elements).",
                     {"all": tuple(np.array(points, dtype=np.float64).T)}, labels[key])
         for key, points in series.items() if len(points) > 1
     ]  # fmt: skip
@@ -191,7 +191,8 @@ def _lines_plot(name: str, caption: str, series: dict[str, Any], label: str) -> 
         "updates", label, (float(xs.min()), float(xs.max())), (float(ys.min()), float(ys.max()))
     )
     for number, (group, (x, y)) in enumerate(series.items()):
-        plot.line(x, y, color=plots.colour(number), line_width=1.6, legend_label=group)
+        named = {"legend_label": group} if len(series) > 1 else {}
+        plot.line(x, y, color=plots.colour(number), line_width=1.6, **named)
     return plots.item(name, caption, plot)
 
 
