@@ -45,12 +45,16 @@ def blocks_attend(q, k_context, v_context, k_block, v_block, geometry: Geometry,
     """Softmax attention of every block over its context and itself.
 
     Args:
-        q: [H, N, B, E]; k_context, v_context: [H, T, E]; k_block, v_block: [H, N, B, E].
+        q: [H, N, B, E]; k_context, v_context: [J, T, E]; k_block, v_block: [J, N, B, E].
         window: a slot sees context less than so many positions before it.
 
     Returns:
         [H, N, B, E].
     """
+    times = q.shape[0] // k_block.shape[0]
+    k_context, v_context, k_block, v_block = (
+        _spread(x, times) for x in (k_context, v_context, k_block, v_block)
+    )
     outputs = []
     for first, last, low, high in attention_groups(geometry, window):
         k = torch.cat([k_context[:, low:high], k_block[:, first:last].flatten(1, 2)], 1)
@@ -61,6 +65,11 @@ def blocks_attend(q, k_context, v_context, k_block, v_block, geometry: Geometry,
         )
         outputs.append(out[0].unflatten(1, (last - first, geometry.block)))
     return torch.cat(outputs, 1)
+
+
+def _spread(x, times: int):
+    """[J, ...] -> [J * times, ...], each head `times` times in a row."""
+    return x if times == 1 else x.repeat_interleave(times, 0)
 
 
 def attention_groups(geometry: Geometry, window: int | None) -> list[tuple[int, int, int, int]]:
@@ -119,6 +128,7 @@ class BlockAttention(nn.Module):
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.theta, self.window = theta, window
+        self.attend = blocks_attend
         self.q_proj = Linear(hidden_size, num_heads * head_dim)
         self.k_proj = Linear(hidden_size, num_kv_heads * head_dim)
         self.v_proj = Linear(hidden_size, num_kv_heads * head_dim)
@@ -148,10 +158,6 @@ class BlockAttention(nn.Module):
         q = self.q_norm(self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim)))
         return rotate(q.movedim(-2, 0), *rotary(position, self.head_dim, self.theta, x))
 
-    def _spread(self, x):  # [J, ...] -> [H, ...]
-        times = self.num_heads // self.num_kv_heads
-        return x if times == 1 else x.repeat_interleave(times, 0)
-
     def forward(self, block_NBD, context: Context, geometry: Geometry) -> torch.Tensor:
         """[N, B, D] -> [N, B, D]."""
         read = int(geometry.anchor_N[-1])
@@ -159,9 +165,12 @@ class BlockAttention(nn.Module):
             context.plain_TD[:read], geometry.position_T[:read]
         )
         k_block, v_block = self._keys_values(block_NBD, geometry.position_NB)
-        out_HNBE = blocks_attend(
+        out_HNBE = self.attend(
             self._queries(block_NBD, geometry.position_NB),
-            *map(self._spread, (k_context, v_context, k_block, v_block)),
+            k_context,
+            v_context,
+            k_block,
+            v_block,
             geometry,
             self.window,
         )
@@ -192,10 +201,11 @@ class BlockAttention(nn.Module):
             distance = torch.arange(size)[:, None] + cached - torch.arange(cached + size)
             mask = (distance < self.window).to(block_1BD.device)
             mask[:, cached:] = True
+        times = self.num_heads // self.num_kv_heads
         out = F.scaled_dot_product_attention(
             self._queries(block_1BD[0], position)[None],
-            self._spread(torch.cat([state.k_JTE.to(k.dtype), k], 1))[None],
-            self._spread(torch.cat([state.v_JTE.to(v.dtype), v], 1))[None],
+            _spread(torch.cat([state.k_JTE.to(k.dtype), k], 1), times)[None],
+            _spread(torch.cat([state.v_JTE.to(v.dtype), v], 1), times)[None],
             attn_mask=mask,
         )
         return self.o_proj(out[0].movedim(0, -2).flatten(-2))[None]

@@ -50,12 +50,14 @@ class DrafterLayer(nn.Module):
         return self.linear_attn if hasattr(self, "linear_attn") else self.self_attn
 
     def forward(self, x_NBD, context: Context, geometry: Geometry) -> torch.Tensor:
-        x_NBD = x_NBD + self.mixer(self.input_layernorm(x_NBD), context, geometry)
+        return self.feed_forward(x_NBD + self.mixer(self.input_layernorm(x_NBD), context, geometry))
+
+    def feed_forward(self, x_NBD) -> torch.Tensor:
+        """The half of a layer that looks at one position."""
         return x_NBD + self.mlp(self.post_attention_layernorm(x_NBD))
 
     def draft(self, state, x_1BD) -> torch.Tensor:
-        x_1BD = x_1BD + self.mixer.draft(state, self.input_layernorm(x_1BD))
-        return x_1BD + self.mlp(self.post_attention_layernorm(x_1BD))
+        return self.feed_forward(x_1BD + self.mixer.draft(state, self.input_layernorm(x_1BD)))
 
 
 @dataclass
@@ -100,15 +102,16 @@ class Drafter(nn.Module):
         return self.compute_dtype or self.fc.weight.dtype
 
     def use_kernels(self, device: torch.device) -> bool:
-        """Lets GDN layers read by FLA's kernel on a CUDA device, after a check on that device.
+        """Lets layers use kernels on a CUDA device, after a check there: FLA's in GDN layers, flex
+        attention in the others.
 
         Returns:
-            whether the kernel is used; without FLA or CUDA the scan is.
+            whether FLA's is used; without FLA or CUDA the scan is.
 
         Raises:
-            TrainingError: the kernel's results or gradients differ from the scan's.
+            TrainingError: a kernel's results or gradients differ from its twin's.
         """
-        from stage2_train import kernels
+        from stage2_train import flex, kernels
 
         fast = kernels.available(device)
         if fast:
@@ -116,6 +119,9 @@ class Drafter(nn.Module):
         for layer in self.layers:
             if isinstance(layer.mixer, GDNMixer):
                 layer.mixer.read = kernels.read_by_kernel if fast else read_by_scan
+            elif flex.available(device):
+                flex.check(device, self.cfg.head_dim, layer.mixer.window)
+                layer.mixer.attend = flex.blocks_attend
         return fast
 
     @torch.no_grad()

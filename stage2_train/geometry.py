@@ -62,6 +62,11 @@ class Geometry:
         return len(self.anchor_N)
 
     @cached_property
+    def masks(self) -> dict:
+        """What attention layers share: block masks by (context tokens, window)."""
+        return {}
+
+    @cached_property
     def num_chunks(self) -> int:
         """Chunks up to the one that the last anchor stands in."""
         return int(self.anchor_N[-1]) // self.chunk + 1 if self.num_anchors else 0

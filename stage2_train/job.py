@@ -10,7 +10,7 @@ import torch
 from shared.record import RunRecord
 from stage2_train.branch import Branch
 from stage2_train.config import TrainConfig
-from stage2_train.loader import Loader
+from stage2_train.loader import Loader, Upload
 from stage2_train.ranks import Ranks
 from stage2_train.steps import StepPlan
 from stage2_train.trackers import Sink
@@ -37,7 +37,7 @@ class Job:
         heldout: measures the held-out split; None when there is none.
         branch: where a run without a checkpoint of its own begins; None: at initial weights.
         trackers: connects to the chosen services.
-        device, ranks: where this process computes, and among which.
+        device, upload, ranks: where this process computes, how rows get there, and among which.
     """
 
     cfg: TrainConfig
@@ -57,6 +57,7 @@ class Job:
     branch: Branch | None
     trackers: Callable[[], list[Sink]]
     device: torch.device
+    upload: Upload
     ranks: Ranks
 
 

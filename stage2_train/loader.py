@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from shared.errors import DataError
+from shared.log import note
 from stage2_train import noise
 from stage2_train.batch import Batch
 from stage2_train.config import LoaderConfig, TrainConfig
@@ -29,6 +30,45 @@ class RowFeed(Protocol):
     def close(self) -> None:
         """Ends what it started."""
         ...
+
+
+class Upload:
+    """Brings rows to a device. From pinned memory a copy goes on its own stream, beside the work on
+    the row before; the host waits for the copy only when the row's buffer is wanted again."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._copied: Any = None
+
+    def __call__(self, batch: Batch) -> Batch:
+        """The row on the device; call `release` before the next row is asked for."""
+        if self._stream is None:
+            return batch.to(self.device)
+        with torch.cuda.stream(self._stream):
+            there = batch.to(self.device, non_blocking=True)
+            self._copied = self._stream.record_event()
+        current = torch.cuda.current_stream(self.device)
+        current.wait_stream(self._stream)
+        for tensor in vars(there).values():
+            if isinstance(tensor, torch.Tensor):
+                tensor.record_stream(current)
+        return there
+
+    def release(self) -> None:
+        """Waits until the last row is copied."""
+        if self._copied is not None:
+            self._copied.synchronize()
+            self._copied = None
+
+
+def pin(feed: Feed) -> None:
+    """Pins a feed's reused buffers, so that copies to a CUDA device don't stop the host."""
+    block = feed.block
+    address = block.array((1,)).ctypes.data
+    failed = int(torch.cuda.cudart().cudaHostRegister(address, block.num_bytes, 0))
+    if failed:
+        note(f"host buffers of {block.num_bytes >> 20} MiB can't be pinned (CUDA error {failed})")
 
 
 class Loader:

@@ -239,12 +239,13 @@ def accumulate(
     for turn in range(passes):
         if job.ranks.cut and hasattr(job.drafter, "set_requires_all_reduce"):
             job.drafter.set_requires_all_reduce(turn == passes - 1)
+        job.upload.release()
         batch = _next(batches, share) if turn < mine and share.error is None else None
         if batch is not None:
             share.digests.append(batch.digest(job.plan.block))
             share.tokens += batch.num_tokens
             share.blocks += batch.num_anchors
-            loss, stats = forward(job, batch.to(job.device), weight)
+            loss, stats = forward(job, job.upload(batch), weight)
         elif job.ranks.cut:
             loss, stats = _idle(job), None
         else:

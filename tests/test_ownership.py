@@ -7,12 +7,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_muon import Mixed, config
+from test_muon import Mixed, config, make
+from torch import is_tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from stage2_train import muon, ownership
 from stage2_train.muon_chunks import placed, plan_chunks
 from stage2_train.optimizers import build_optimizer
-from stage2_train.param_rules import by_head, interleaved, resolve
+from stage2_train.param_rules import by_head, interleaved, resolve, whole
 
 
 @given(st.lists(st.integers(1, 1000), max_size=30), st.integers(1, 7))
@@ -123,3 +127,39 @@ def _seeded(make):
             make(self)
 
     return init
+
+
+class Peak(TorchDispatchMode):
+    """Most bytes of tensors made inside that were alive at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if is_tensor(t)}
+        out = func(*args, **(kwargs or {}))
+        for tensor in filter(is_tensor, tree_leaves(out)):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in given:
+                self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.alive = {key: pair for key, pair in self.alive.items() if not pair[0].expired()}
+        self.most = max(self.most, sum(size for _, size in self.alive.values()))
+        return out
+
+
+def test_memory_beyond_the_momentum_is_two_copies_of_a_chunk():
+    """And a chunk is bounded: at most the largest bucket, here half of it."""
+    rows, cols, count = 64, 256, 8
+    parameters = [torch.nn.Parameter(torch.randn(rows, cols)) for _ in range(count)]
+    optimizer = make(parameters, [whole("w")] * count)
+    for parameter in parameters:
+        parameter.grad = torch.randn(rows, cols)
+    with pytest.MonkeyPatch.context() as patch, Peak() as peak:
+        patch.setitem(muon.CHUNK_ELEMENTS, "cpu", rows * cols * count // 2)
+        optimizer.step(checked=True)
+    bucket = rows * cols * count * 4
+    scratch = 4 * rows * rows * (count // 2) * 4  # n x n matrices of the parts in one call
+    assert bucket / 2 < peak.most <= 2 * bucket / 2 + scratch
+    assert peak.most <= 2 * bucket

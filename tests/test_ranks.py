@@ -1,14 +1,19 @@
 """Several ranks over gloo: the same losses, digests and stops as one."""
 
+import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from rank_main import Run, execute
 from tiny_cache import tiny_cache
 
+from shared.errors import CorruptionError
 from shared.log import read_json_lines
 from shared.record import read_record
 from stage2_train import checkpoint
@@ -17,11 +22,14 @@ HERE = Path(__file__).parent
 pytestmark = pytest.mark.slow
 
 
-def _run(world, cache, run_dir, steps, stop=0, parallel="ddp", optimizer="adamw"):
-    """Starts the ranks as torchrun does and returns (exit codes, stderr texts)."""
-    with socket.socket() as probe:
+def _start(world, runs):
+    """Starts ranks as torchrun does; returns (exit codes of the runs by rank, stderr by rank)."""
+    probes = [socket.socket() for _ in runs]
+    for probe in probes:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    tasks = json.dumps([(p.getsockname()[1], run) for p, run in zip(probes, runs, strict=True)])
+    for probe in probes:
+        probe.close()
     ranks = []
     for rank in range(world):
         environment = os.environ | {
@@ -29,44 +37,81 @@ def _run(world, cache, run_dir, steps, stop=0, parallel="ddp", optimizer="adamw"
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": f"{HERE.parent}:{HERE}",
         }
-        command = [sys.executable, HERE / "rank_main.py", cache, run_dir, str(steps), str(stop)]
-        command += [parallel, optimizer]
         ranks.append(
             subprocess.Popen(
-                command,
+                [sys.executable, HERE / "rank_main.py", tasks],
                 env=environment,
-                stdout=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
             )
         )
-    texts = [process.communicate(timeout=400)[1][-2000:] for process in ranks]
-    return [process.returncode for process in ranks], texts
+    said = [process.communicate(timeout=1200) for process in ranks]
+    texts = [text[-3000:] for _, text in said]
+    assert not any(process.returncode for process in ranks), texts
+    return [json.loads(out) for out, _ in said], texts
 
 
 def _losses(run_dir):
     return [line["loss"] for line in read_json_lines(run_dir / "metrics.jsonl") if "loss" in line]
 
 
+def _parameters(run_dir):
+    return checkpoint.load(checkpoint.find(run_dir, "last"))[0]
+
+
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    root = tmp_path_factory.mktemp("ranks") / "cache"
-    tiny_cache(root, count=17)
-    return root
+def runs(tmp_path_factory):
+    """Every run of this file. Three rows a step: with two ranks the shares are unequal, with four
+    one rank has none."""
+    root = tmp_path_factory.mktemp("ranks")
+    cache = root / "cache"
+    store = tiny_cache(cache, count=17)
+
+    def run(name, *settings):
+        return Run(str(cache), str(root / name), *settings)
+
+    assert execute(run("one")) == 0
+    assert execute(run("one-adamw", "ddp", "adamw")) == 0
+    assert execute(run("whole", "ddp", "muon", 3)) == 4
+    broken = root / "broken"
+    shutil.copytree(cache, broken)
+    for path in (broken / "shards" / store.shard_ids()[0]).rglob("*"):
+        if path.is_file() and path.stat().st_size > 2000:
+            path.write_bytes(path.read_bytes()[:-40])
+    two, texts = _start(
+        2,
+        [
+            run("two-adamw", "ddp", "adamw", 3),
+            run("two", "fsdp"),
+            run("cut", "fsdp", "muon", 3, str(root / "saved")),
+            run("cut", "fsdp"),
+            run("whole", "fsdp"),
+            Run(str(broken), str(root / "broken-ddp")),
+            Run(str(broken), str(root / "broken-fsdp"), "fsdp"),
+        ],
+    )
+    assert two == [[4, 0, 4, 0, 0, 1, 1]] * 2, texts
+    for name in ("cut-1", "cut-3"):
+        shutil.copytree(root / "saved", root / name)
+    assert execute(run("cut-1")) == 0
+    assert execute(run("two-adamw", "ddp", "adamw")) == 0
+    codes, said = _start(3, [run("cut-3", "fsdp")])
+    assert codes == [[0]] * 3, said
+    four = [run("four-adamw", "ddp", "adamw"), run("four", "fsdp"), run("grid", "hsdp")]
+    codes, said = _start(4, four)
+    assert codes == [[0, 0, 0]] * 4, said
+    return root, texts, store.shard_ids()[0]
 
 
-def test_trap_20_24_one_two_and_four_ranks_are_one_run(cache, tmp_path):
-    """Three rows a step: with two ranks the shares are unequal, with four one rank has none."""
-    for world in (1, 2, 4):
-        codes, texts = _run(world, cache, tmp_path / str(world), 5)
-        assert codes == [0] * world, texts
-    one = tmp_path / "1"
-    for world in (2, 4):
-        run = tmp_path / str(world)
+def test_trap_20_24_one_two_and_four_ranks_are_one_run(runs):
+    root = runs[0]
+    for name in ("two", "four", "grid", "two-adamw", "four-adamw"):
+        one = root / ("one-adamw" if "adamw" in name else "one")
+        run = root / name
         assert _losses(run) == pytest.approx(_losses(one), rel=1e-6)
         assert [line["digest"] for line in read_json_lines(run / "digests.jsonl")] == [
             line["digest"] for line in read_json_lines(one / "digests.jsonl")
@@ -76,29 +121,59 @@ def test_trap_20_24_one_two_and_four_ranks_are_one_run(cache, tmp_path):
         assert read_record(run).result["heldout"]["heldout_loss"] == pytest.approx(
             read_record(one).result["heldout"]["heldout_loss"], rel=1e-6
         )
+        pairs = zip(*map(_measured, (run, one)), strict=True)
+        assert all(a == pytest.approx(b, rel=1e-4, abs=1e-9) for a, b in pairs)
 
 
-def test_trap_21_resume_on_another_number_of_ranks(cache, tmp_path):
-    codes, texts = _run(2, cache, tmp_path / "run", 6, stop=3)
-    assert codes == [4, 4], texts
-    assert "stopped after update 3 of 6" in texts[0]
-    assert checkpoint.steps(tmp_path / "run") == [3]
-    codes, texts = _run(1, cache, tmp_path / "run", 6)
-    assert codes == [0], texts
-    _run(1, cache, tmp_path / "straight", 6)
-    assert _losses(tmp_path / "run") == pytest.approx(_losses(tmp_path / "straight"), rel=1e-6)
-    results = [read_record(tmp_path / name).result["digest"] for name in ("run", "straight")]
-    assert results[0] == results[1]
-    assert [s["ranks"] for s in read_record(tmp_path / "run").sessions] == [2, 1]
+def _measured(run_dir):
+    """Diagnostics of the updates that were measured."""
+    lines = [line for line in read_json_lines(run_dir / "metrics.jsonl") if "loss" in line]
+    found = [{k: v for k, v in line.items() if "/" in k or k == "grad_norm"} for line in lines]
+    assert len(found[1]) > 10
+    return found
 
 
-def test_trap_20_an_error_on_one_rank_ends_all_with_the_same_sentence(tmp_path):
-    store = tiny_cache(tmp_path / "cache", count=17)
-    for name in store.shard_ids()[:1]:
-        for path in (tmp_path / "cache" / "shards" / name).rglob("*"):
-            if path.is_file() and path.stat().st_size > 2000:
-                path.write_bytes(path.read_bytes()[:-40])
-    codes, texts = _run(2, tmp_path / "cache", tmp_path / "run", 6)
-    assert codes == [1, 1], texts
-    assert texts[0].splitlines()[-1] == texts[1].splitlines()[-1]
-    assert store.shard_ids()[0] in texts[0]
+def test_trap_33_cut_and_whole_parameters_are_the_same(runs):
+    one = _parameters(runs[0] / "one")
+    for name in ("two", "four", "grid"):
+        for key, value in _parameters(runs[0] / name).items():
+            assert torch.allclose(value, one[key], rtol=1e-5, atol=1e-6), (name, key)
+
+
+def test_trap_21_resume_on_another_number_of_ranks(runs):
+    """Two cut ranks to two, one and three; one whole to two cut; two whole to one."""
+    root = runs[0]
+    straight = read_record(root / "one").result["digest"]
+    for name, ranks in (
+        ("cut-1", [2, 1]),
+        ("cut-3", [2, 3]),
+        ("whole", [1, 2]),
+        ("two-adamw", [2, 1]),
+    ):
+        one = root / ("one-adamw" if "adamw" in name else "one")
+        assert _losses(root / name) == pytest.approx(_losses(one), rel=1e-6), name
+        assert read_record(root / name).result["digest"] == straight
+        assert [s["ranks"] for s in read_record(root / name).sessions] == ranks
+    for key, value in _parameters(root / "cut").items():
+        assert torch.equal(value, _parameters(root / "two")[key]), key
+
+
+def test_cut_checkpoints_are_tensor_files_alone(runs):
+    path = checkpoint.find(runs[0] / "two", "last")
+    names = sorted(file.name for file in path.iterdir())
+    assert len(names) == 3
+    assert names[-1] == "state.json"
+    assert all(name.endswith(".safetensors") for name in names[:-1])
+    assert not list((runs[0] / "two" / checkpoint.FOLDER).glob(".tmp*"))
+    data = bytearray((path / names[0]).read_bytes())
+    data[-5] ^= 1
+    (path / names[0]).write_bytes(data)
+    with pytest.raises(CorruptionError, match=names[0]):
+        checkpoint.load(path)
+
+
+def test_trap_20_an_error_on_one_rank_ends_all_with_the_same_sentence(runs):
+    _, texts, shard = runs
+    said = [[line for line in text.splitlines() if shard in line] for text in texts]
+    assert len(said[0]) == 2
+    assert said[0] == said[1]
