@@ -105,6 +105,13 @@ def test_trap_10_the_mask_is_the_assistants_text_and_end_token(template, wanted)
     assert masked(template, CHAT) == wanted
 
 
+def test_trap_10_a_samples_own_mask_is_that_text(tmp_path):
+    paths = write(tmp_path / "chats.jsonl", [{"messages": CHAT}])
+    (sample,) = prepare(DataConfig(paths=paths), tokenizer()).samples
+    wanted = "".join(message["content"] + "<|im_end|>" for message in CHAT[1::2])
+    assert tokenizer().decode(sample.tokens_T[sample.mask_T]) == wanted
+
+
 def test_trap_10_an_empty_think_part_of_the_template_is_not_the_assistants():
     chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     assert masked(QWEN3, chat) == ["Hello<|im_end|>"]
