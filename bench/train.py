@@ -67,7 +67,7 @@ def step_seconds(run_dir: Path) -> np.ndarray:
     return np.diff([0.0, *totals])
 
 
-def disk_vs_ram(folder: Path, steps: int = 12, rounds: int = 3) -> dict[str, float]:
+def disk_vs_ram(folder: Path, steps: int = 8, rounds: int = 3) -> dict[str, float]:
     """Step time from disk over that from memory, and the share of time spent waiting."""
     root = DEMO if DEMO.exists() else synthetic_cache(folder / "cache")
     arms = {"disk": {"workers": 1}, "ram": {"workers": 0, "ram": True}}

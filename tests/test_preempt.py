@@ -74,6 +74,12 @@ def test_a_preempted_job_goes_on_and_ends_as_if_nothing_had_been(tmp_path):
     saved = checkpoint.steps(run_dir)
     assert saved
     process = _start(tmp_path / "cache", run_dir)
+    _wait_for(run_dir, saved[-1] + 2, process)
+    os.killpg(process.pid, signal.SIGUSR1)  # the warning before the end
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 4, said
+    saved = checkpoint.steps(run_dir)
+    process = _start(tmp_path / "cache", run_dir)
     _wait_for(run_dir, min(STEPS - 1, saved[-1] + 7), process)
     process.kill()
     process.communicate()
