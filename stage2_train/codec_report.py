@@ -27,7 +27,7 @@ from stage2_train.codec_measure import (
 from stage2_train.config import CodecReportConfig
 from stage2_train.report import Cell, escape, numeric, plot_html, section, table, write_page
 from stage2_train.stats import Interval, none_if_nan
-from stage2_train.verdict import number, span
+from stage2_train.verdict import span
 
 FORMAT = "drafttape.codec-report.v1"
 EXPERIMENTAL = ("int4",)
@@ -148,7 +148,7 @@ def measured_text(found: dict[str, Any]) -> str:
     if "next_token" in found:
         places = found["next_token"]
         floors = "; ".join(
-            f"{place}: KL {number(row['kl'].mean)}, top-1 {row['top1']:.4f}"
+            f"{place}: KL {row['kl'].mean:.2g}, top-1 {row['top1']:.4f}"
             for place, row in places.items()
         )
         text += (
@@ -182,7 +182,7 @@ def rows_of(found: dict[str, Any]) -> list[list[str]]:
             label(name),
             f"{row['bits']:.2f} ({row['limit_bits']:.2f})",
             f"{row['share_of_bf16']:.3f}",
-            number(max(row["layer_error"])) if row["lossy"] else "0",
+            f"{max(row['layer_error']):.2g}" if row["lossy"] else "0",
         ]
         for place in places:
             there = row.get("next_token", {}).get(place)
@@ -190,8 +190,8 @@ def rows_of(found: dict[str, Any]) -> list[list[str]]:
                 cells += ["0", "1"]
                 continue
             kl = there["kl"]
-            ends = f" ({number(kl.low)} to {number(kl.high)})" if math.isfinite(kl.low) else ""
-            cells += [number(kl.mean) + ends, f"{there['top1']:.4f}"]
+            ends = f" ({kl.low:.2g} to {kl.high:.2g})" if math.isfinite(kl.low) else ""
+            cells += [f"{kl.mean:.2g}{ends}", f"{there['top1']:.4f}"]
         cells.append(f"{row['decode_x_pread']:.2f}")
         if "training" in found:
             trained = row.get("training", {})

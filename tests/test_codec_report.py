@@ -100,7 +100,8 @@ def test_changes_of_acceptance():
 
 
 @pytest.mark.slow
-def test_the_word_measures_trains_and_reports(tmp_path, capsys):
+def test_the_word_measures_trains_and_reports(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(codec_measure, "PREAD_BYTES", 1)
     store = target_cache(tmp_path / "cache")
     out, overrides = tmp_path / "out", ",".join(f"'{text}'" for text in DRAFTER)
     words = [
