@@ -23,6 +23,7 @@ from shared.errors import DrafttapeError
 from shared.store import Store
 
 WORK = Path("build/faults")
+RESULTS = Path("build/faults.json")  # written after each campaign
 OWN = ("cache.json", "shards", "snapshots", "jobs", "rejects", "target")
 WORDS = ("red", "green", "blue", "long", "short", "round", "river", "stone", "quick", "slow")
 
@@ -267,7 +268,7 @@ def main(arguments: list[str]) -> int:
         begin = time.perf_counter()
         results[name] = run(random.Random(f"{seed}:{name}"))
         print(f"{name:<9} {results[name]} ({time.perf_counter() - begin:.0f} s)", flush=True)
-    Path("build/faults.json").write_text(json.dumps({"seed": seed, **results}, indent=1) + "\n")
+        RESULTS.write_text(json.dumps({"seed": seed, **results}, indent=1) + "\n")
     bad = any(result["lost"] or result["silent"] for result in results.values())
     shutil.rmtree(WORK, ignore_errors=True)
     return int(bad)
