@@ -3,18 +3,21 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from shared.capture import capture
+from shared.cli import main
 from shared.config import compose
 from shared.errors import (
     CacheError,
@@ -26,6 +29,7 @@ from shared.errors import (
 )
 from shared.recode import check_codec
 from shared.sample import sample_id
+from shared.spec import CaptureSpec
 from shared.store import Store
 from shared.target import describe_target, load_target
 from stage1_extract import build, worker
@@ -415,3 +419,80 @@ def test_trap_14_and_15_kill_9_at_random_moments_leads_to_the_same_bytes(tmp_pat
     ours, theirs = Store.open(tmp_path / "cache"), Store.open(tmp_path / "straight")
     assert ours.resolve() == theirs.resolve()
     assert ours.verify().problems == []
+
+
+@pytest.mark.slow
+def test_a_workers_memory_is_bounded_by_batches_not_by_shards(tmp_path):
+    script = Path(__file__).parent / "memory_main.py"
+    # Real batches are over glibc's 32 MB, so that freed ones leave the process; here they aren't.
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "1000000"}
+    command = [sys.executable, script, tmp_path / "cache"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    figures = json.loads(done.stdout)
+    assert figures["shards"] == 3
+    # Four batches (computed, two queued, being written) and what making one takes.
+    assert figures["grown"] <= 6.5 * figures["batch"]
+    assert figures["grown"] <= 2 * figures["shard"]
+
+
+@pytest.mark.slow
+def test_a_thousand_chats_of_which_a_few_change_take_a_few_forward_passes(
+    tmp_path, monkeypatch, capsys
+):
+    def chat(*ids):
+        return {"input_ids": [7, *ids, 9], "loss_mask": [0] * (len(ids)) + [1, 1]}
+
+    chats = [chat(i // 250, i % 250, i % 13) for i in range(1000)]
+    data = tmp_path / "chats.jsonl"
+    settings = ["target.model=random://llama", "cache.shard_bytes=1000000", "self_test=false"]
+    settings += ["batch_tokens=8000"]
+    write(data, chats)
+    extract(config(tmp_path, *settings, "snapshot=before"))
+    seen = forwards(monkeypatch)
+    chats[500]["input_ids"][1] = 99
+    del chats[100:105]
+    write(data, chats + [chat(200, i) for i in range(10)])
+    began = time.perf_counter()
+    extract(config(tmp_path, *settings, "snapshot=after"))
+    assert time.perf_counter() - began < 60
+    assert sum(seen) == 11
+    capsys.readouterr()
+    assert main(["cache", "diff", str(tmp_path / "cache"), "before", "after"]) == 0
+    shown = capsys.readouterr().out
+    for part in ("added +11 samples", "removed +6 samples", "unchanged +994 samples"):
+        assert re.search(part, shown)
+
+
+def test_after_running_out_of_memory_later_batches_are_smaller_from_the_start(monkeypatch):
+    tried: list[int] = []
+
+    def small(_target, ids, _lengths, *_args):
+        tried.append(ids.numel())
+        if ids.numel() > 100:
+            raise RuntimeError("CUDA error: out of memory")
+        return torch.zeros(*ids.shape, 1, 4, dtype=torch.bfloat16)
+
+    monkeypatch.setattr(worker, "capture", small)
+    info = SimpleNamespace(cfg=SimpleNamespace(tensor_parallel=1))
+    target = SimpleNamespace(device=torch.device("cpu"), info=info)
+    store = SimpleNamespace(spec=CaptureSpec("w", "Fake", (1,), 4))
+    runner = worker.Worker(store, target, "lossless", "zarr")
+    batch = [np.arange(50)] * 4
+    rows = [row for part in runner.forward(batch) for row in part.rows]
+    assert rows == [0, 1, 2, 3]
+    assert tried == [200, 100, 100]
+    tried.clear()
+    assert [row for part in runner.forward(batch) for row in part.rows] == rows
+    assert tried == [100, 100]
+    with pytest.raises(TargetError, match=r"sample [0-9a-f]{32} on cpu: out of memory with one"):
+        list(runner.forward([np.arange(101)]))
+    target.info.cfg.tensor_parallel = 2
+    with pytest.raises(TargetError, match="Lower batch_tokens"):
+        list(worker.Worker(store, target, "lossless", "zarr").forward(batch))
+
+    def broken(*args):
+        raise RuntimeError("another fault")
+
+    monkeypatch.setattr(worker, "capture", broken)
+    with pytest.raises(RuntimeError, match="another"):
+        list(runner.forward(batch))
