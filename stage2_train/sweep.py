@@ -152,13 +152,16 @@ def run_all(cfg: SweepConfig, folders: list[Path], lock: Lock) -> None:
     todo = pending(folders)
     while todo:
         before = {folder: read_state(folder) for folder in todo}
-        code = launch(cfg, [folder.name for folder in todo], lock)
+        code = launch(cfg, todo, folders, lock)
+        interrupted = code in (-signal.SIGINT, -signal.SIGTERM, 130, 143)
         progressed = False
         for folder in todo:
             state = read_state(folder)
             progressed |= state["state"] != before[folder]["state"]
             progressed |= state["attempts"] != before[folder]["attempts"]
-            if state["state"] == "running":
+            if state["state"] == "running" and interrupted:
+                write_state(folder, state | {"state": "stopped"})
+            elif state["state"] == "running":
                 # Its process died without a word (out of memory, a crash in native code).
                 state |= {
                     "state": "failed",
@@ -167,9 +170,7 @@ def run_all(cfg: SweepConfig, folders: list[Path], lock: Lock) -> None:
                 }
                 write_state(folder, state)
                 progressed = True
-        if code in (-signal.SIGINT, -signal.SIGTERM, 130, 143) or any(
-            read_state(folder)["state"] == "stopped" for folder in todo
-        ):
+        if interrupted or any(read_state(folder)["state"] == "stopped" for folder in todo):
             raise Interrupted("the sweep was stopped", where=cfg.out, do="The same command goes on")
         if code and not progressed:
             raise TrainingError(
@@ -180,19 +181,23 @@ def run_all(cfg: SweepConfig, folders: list[Path], lock: Lock) -> None:
         todo = pending(folders)
 
 
-def launch(cfg: SweepConfig, trials: list[str], lock: Lock) -> int:
-    """One multirun of Hydra over these trials; returns its exit code.
+def launch(cfg: SweepConfig, todo: list[Path], folders: list[Path], lock: Lock) -> int:
+    """One multirun of Hydra over the trials of `todo`; returns its exit code.
+
+    Meanwhile the table of all `folders` is written anew every half minute. Signals go on to the
+    launcher, whose trial saves and ends.
 
     The launcher's process holds the sweep's lock too, so a second sweep can't start beside it when
     this process is killed; its trials notice that their parent is gone, save, and end.
     """
     out = Path(cfg.out).resolve()
     shared = shared_folder(out) if cfg.share and cfg.launcher != "submitit_slurm" else None
+    trials = ",".join(folder.name for folder in todo)
     command = [
         sys.executable, "-m", "stage2_train.sweep_job", "--multirun",
         f"hydra/launcher={cfg.launcher}", "hydra.job.chdir=false", "hydra.output_subdir=null",
         f"hydra.sweep.dir='{out / 'hydra'}'", "hydra/job_logging=disabled",
-        "hydra/hydra_logging=disabled", f"sweep='{out}'", f"trial={','.join(trials)}",
+        "hydra/hydra_logging=disabled", f"sweep='{out}'", f"trial={trials}",
         f"device={cfg.device}", f"devices='{','.join(cfg.devices)}'",
         f"trials_per_device={cfg.trials_per_device}", f"share='{shared or ''}'",
     ]  # fmt: skip
@@ -209,12 +214,17 @@ def launch(cfg: SweepConfig, trials: list[str], lock: Lock) -> int:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (cores or 1) // jobs)))
     process = subprocess.Popen(command, env=environment, pass_fds=[lock.descriptor])
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    handlers = {n: signal.signal(n, lambda n, _: process.send_signal(n)) for n in numbers}
     try:
-        return process.wait()
-    except KeyboardInterrupt:
-        process.send_signal(signal.SIGINT)
-        process.wait()
-        raise
+        while True:
+            try:
+                return process.wait(timeout=30)
+            except subprocess.TimeoutExpired:
+                write_parquet(out / "results.parquet", results(folders))
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def results(folders: list[Path]) -> list[dict[str, Any]]:

@@ -82,7 +82,10 @@ def run_trial(folder: Path, device: str = "auto", share: str | None = None) -> d
         share: folder in which trials share decoded samples.
 
     Returns:
-        The state: `done` with metrics, `failed` with the error, or `stopped` (by a signal).
+        The state: `done` with metrics or `failed` with the error.
+
+    Raises:
+        SystemExit: a signal stopped it; the state is `stopped`.
     """
     from shared.config import typed
     from stage2_train.build import train_run
@@ -115,7 +118,7 @@ def run_trial(folder: Path, device: str = "auto", share: str | None = None) -> d
         state["state"] = "done"
     except (Interrupted, KeyboardInterrupt):
         state["state"] = "stopped"
-        raise
+        raise SystemExit(130) from None  # Hydra goes on to the next trial after any other exception
     except DrafttapeError as error:
         state |= {"state": "failed", "error": str(error), "attempts": state["attempts"] + 1}
     except Exception as error:

@@ -174,7 +174,7 @@ def test_the_launcher_is_asked_for_what_the_configuration_says(tmp_path, monkeyp
         def __init__(self, command, **keys):
             seen["command"], seen["env"] = command, keys["env"]
 
-        def wait(self):
+        def wait(self, timeout):
             return 0
 
     class Held:
@@ -184,14 +184,14 @@ def test_the_launcher_is_asked_for_what_the_configuration_says(tmp_path, monkeyp
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     plan_file(tmp_path)
     cfg = config(tmp_path, launcher="joblib", devices=["cuda:0", "cuda:1"], trials_per_device=3)
-    sweep.launch(cfg, ["x"], Held())
+    sweep.launch(cfg, [tmp_path / "x"], [], Held())
     assert "hydra.launcher.n_jobs=6" in seen["command"]
     assert "devices='cuda:0,cuda:1'" in seen["command"]
     assert any(word.startswith("share='/dev/shm/drafttape-") for word in seen["command"])
     assert seen["env"]["OMP_NUM_THREADS"] >= "1"
     for launcher in ("submitit_slurm", "ray"):
         cfg = config(tmp_path, launcher=launcher, launcher_overrides=["hydra.launcher.x=1"])
-        sweep.launch(cfg, ["x"], Held())
+        sweep.launch(cfg, [tmp_path / "x"], [], Held())
         assert f"hydra/launcher={launcher}" in seen["command"]
         assert seen["command"][-1] == "hydra.launcher.x=1"
         assert ("share=''" in seen["command"]) == (launcher == "submitit_slurm")
@@ -287,10 +287,32 @@ def test_killed_at_random_moments_no_trial_is_lost_or_run_twice(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_stopped_sweep_saves_the_trial_in_hand_and_starts_no_other(tmp_path):
+    tiny_cache(tmp_path / "cache")
+    plan_file(tmp_path, seeds=[0, 1, 2], train={"trainer.steps": 4000})
+    words = ["sweep", str(tmp_path / "plan.yaml"), f"out={tmp_path / 'out'}"]
+    process = subprocess.Popen([sys.executable, "-m", "shared.cli", *words], cwd=ROOT)
+    running = []
+    while not running:
+        time.sleep(0.2)
+        running = list((tmp_path / "out" / "trials").glob("*/run/metrics.jsonl"))
+    process.terminate()
+    assert process.wait(timeout=60) == 4
+    states = sorted(read["state"] for read in map(sweep_job.read_state, trials_of(tmp_path)))
+    assert states == ["new", "new", "stopped"]
+    assert (tmp_path / "out" / "results.parquet").exists()
+    sweep.Lock.take(tmp_path / "out" / "sweep.lock", wait=False).release()
+
+
+def trials_of(root):
+    return list((root / "out" / "trials").iterdir())
+
+
+@pytest.mark.slow
 def test_a_process_that_dies_without_a_word_counts_as_a_failure(tmp_path, monkeypatch):
     tiny_cache(tmp_path / "cache")
     plan_file(tmp_path)
-    monkeypatch.setattr(sweep, "launch", lambda cfg, trials, lock: _die(tmp_path, trials))
+    monkeypatch.setattr(sweep, "launch", lambda cfg, todo, folders, lock: _die(todo))
     assert sweep.sweep(config(tmp_path)) == 1
     state = sweep_job.read_state(next((tmp_path / "out/trials").glob("*")))
     assert state["state"] == "failed"
@@ -298,9 +320,8 @@ def test_a_process_that_dies_without_a_word_counts_as_a_failure(tmp_path, monkey
     assert "exit code -9" in state["error"]
 
 
-def _die(root, trials):
-    for trial in trials:
-        folder = root / "out" / "trials" / trial
+def _die(todo):
+    for folder in todo:
         sweep_job.write_state(folder, sweep_job.read_state(folder) | {"state": "running"})
     return -9
 
