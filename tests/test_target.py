@@ -217,10 +217,14 @@ def test_trap_07_on_cpu_torch_code_runs_even_where_kernels_can_be_imported(monke
     assert torch.equal(ours, wanted)
 
 
-def test_trap_11_a_gguf_of_a_delta_rule_target_is_refused():
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trap_11_a_gguf_of_a_delta_rule_target_is_refused(family):
+    config = tiny._config(f"random://{family}")
+    if family in ("llama", "qwen2", "qwen3", "qwen3_moe"):
+        target_files.refuse_gguf(config, "x.gguf")
+        return
     with pytest.raises(TargetError, match="GGUF"):
-        target_files.refuse_gguf(tiny._config("random://qwen3_5"), "x.gguf")
-    target_files.refuse_gguf(tiny._config("random://llama"), "x.gguf")
+        target_files.refuse_gguf(config, "x.gguf")
 
 
 def test_a_model_without_a_known_layer_list_is_refused_naming_the_paths():
