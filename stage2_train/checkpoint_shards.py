@@ -5,6 +5,7 @@ pickled, unlike in DCP's own format. Keys are those of a whole checkpoint (param
 "parameter/state"), so any number of ranks reads what any number wrote, a single process included.
 """
 
+import warnings
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -64,12 +65,14 @@ def read_into(path: Path, tensors: dict[str, torch.Tensor], *, group: Any = None
                 where=path,
             )
     try:
-        load(
-            {key: tensor.detach() for key, tensor in tensors.items()},
-            storage_reader=HuggingFaceStorageReader(str(path)),
-            process_group=group,
-            no_dist=group is None,
-        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as asked
+            load(
+                {key: tensor.detach() for key, tensor in tensors.items()},
+                storage_reader=HuggingFaceStorageReader(str(path)),
+                process_group=group,
+                no_dist=group is None,
+            )
     except (OSError, SafetensorError) as error:
         raise CorruptionError(f"the checkpoint can't be read ({error})", where=path) from None
 

@@ -8,12 +8,18 @@ import sys
 from typing import NamedTuple
 
 import torch
+from safetensors.torch import save_file
 from tiny_cache import tiny_config
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from shared.errors import DrafttapeError
 from stage2_train import trainer
 from stage2_train.build import train_run
-from stage2_train.config import Parallel
+from stage2_train.config import OptimizerConfig, OptimizerName, Parallel
+from stage2_train.optimizers import build_optimizer
+from stage2_train.param_rules import by_head, stacked, whole
+from stage2_train.ranks import Ranks
 
 
 class Run(NamedTuple):
@@ -27,8 +33,45 @@ class Run(NamedTuple):
     copy: str = ""
 
 
+SHAPES = {"uneven": (67, 32), "heads": (64, 40), "pair": (96, 32), "row": (1, 32), "norm": (32,)}
+
+
+def update_three_times(run: Run) -> int:
+    """Three updates of odd shapes by given gradients, cut over all ranks; saves the parameters."""
+    ranks = Ranks(torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+
+    def place(tensor):
+        if ranks.world == 1 or tensor.ndim == 1:
+            return tensor
+        return distribute_tensor(tensor, init_device_mesh("cpu", (ranks.world,)), [Shard(0)])
+
+    named = {
+        name: torch.nn.Parameter(place(torch.randn(shape, generator=generator)))
+        for name, shape in SHAPES.items()
+    }
+    parts = {
+        "uneven": whole("w"),
+        "heads": by_head("q", 4, 16),
+        "pair": stacked([("gate", 48, 1), ("up", 48, 1)]),
+    }
+    config = OptimizerConfig(OptimizerName.muon, lr=0.02, weight_decay=0.1)
+    optimizer = build_optimizer(config, named.items(), parts)
+    for _ in range(3):
+        for name, shape in SHAPES.items():
+            named[name].grad = place(torch.randn(shape, generator=generator))
+        optimizer.step()
+    found = {name: getattr(p, "full_tensor", lambda p=p: p)() for name, p in named.items()}
+    if ranks.is_main:
+        save_file({name: p.detach().clone() for name, p in found.items()}, run.run_dir)
+    ranks.close()
+    return 0
+
+
 def execute(run: Run) -> int:
     """Trains; returns the exit code."""
+    if run.parallel == "update":
+        return update_three_times(run)
     original = trainer.update
 
     def update(job, state, batches, metrics):
