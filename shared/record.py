@@ -34,6 +34,7 @@ class RunRecord:
         code: version, revision, dirty.
         versions: Python and packages.
         sessions: every start: time, first step, machine.
+        draft_vocabulary: size, digest and coverage of it; None: all tokens are drafted.
         parent: the checkpoint that the run was branched from.
         last: step and digest of the newest checkpoint.
         result: the final numbers; empty until the run is finished.
@@ -50,6 +51,7 @@ class RunRecord:
     code: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     sessions: list[dict[str, Any]] = field(default_factory=list)
+    draft_vocabulary: dict[str, Any] | None = None
     parent: dict[str, Any] | None = None
     last: dict[str, Any] = field(default_factory=dict)
     result: dict[str, Any] = field(default_factory=dict)

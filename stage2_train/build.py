@@ -26,6 +26,7 @@ from stage2_train import checkpoint, mup, trainer
 from stage2_train.branch import open_branch
 from stage2_train.config import DrafterConfig, LoaderConfig, Parallel, TrainConfig
 from stage2_train.config import Source as StateSource
+from stage2_train.draft_vocabulary import draft_vocabulary, sentence
 from stage2_train.drafter import Drafter
 from stage2_train.heldout import heldout
 from stage2_train.job import Job
@@ -252,11 +253,19 @@ def assemble(
         compute = torch.bfloat16 if cfg.trainer.dtype is Dtype.bfloat16 else torch.float32
         drafter.compute_dtype = compute
         embed, head = frozen(store, device, compute)
+        reader = open_reader(store, cfg.loader)
+        if (size := cfg.drafter.draft_vocabulary) is not None:
+            info = store.target_assets().info
+            ids_S, record.draft_vocabulary = draft_vocabulary(source.snapshot, reader, size, info)
+            drafter.draft_ids.copy_(ids_S)
+            if ranks.is_main:
+                note(sentence(record.draft_vocabulary))
+        head = drafter.head_rows(head)
         drafter.match_head(head)
         if cfg.init_from is not None and not checkpoint.steps(run_dir):
-            sentence = warm_start(drafter, cfg.drafter, spec.layer_ids, cfg.init_from)
+            began = warm_start(drafter, cfg.drafter, spec.layer_ids, cfg.init_from)
             if ranks.is_main:
-                note(sentence)
+                note(began)
         if ranks.world > 1 and cfg.trainer.parallel is not Parallel.ddp:
             shard_(drafter, cfg.trainer, ranks.world, device)
             ranks.cut = True
@@ -273,7 +282,6 @@ def assemble(
         factor = _schedule(source, record)
         if ranks.is_main and (said := unlike_the_run(cfg.schedule, source.steps)):
             note(said)
-        reader = open_reader(store, cfg.loader)
 
         def measure() -> dict[str, Any]:
             batches = heldout_batches(source.snapshot, reader, cfg, token)

@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from shared.errors import CorruptionError, MismatchError
 from shared.fs import disk_errors, fsync_path, seal_json, unseal_json, write_atomic
+from stage2_train.draft_vocabulary import take_ids
 from stage2_train.sharding import copy_
 
 FOLDER = "checkpoints"
@@ -171,8 +172,10 @@ def load_parameters(module: torch.nn.Module, tensors: dict[str, torch.Tensor], w
     """Copies tensors into a module's parameters; same names, shapes and dtypes, nothing cast.
 
     Raises:
-        MismatchError: a name is missing or unknown, or a shape or dtype differs.
+        MismatchError: a name is missing or unknown, a shape or dtype differs, or the draft
+            vocabulary does.
     """
+    tensors = take_ids(module, tensors, where)
     mine = dict(module.named_parameters())
     for key in sorted(mine.keys() | tensors.keys()):
         if key not in tensors or key not in mine:

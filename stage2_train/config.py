@@ -84,6 +84,9 @@ class DrafterConfig:
     bidirectional_block: bool = opt(False, "GDN layers also read the block from its end")
     chunk_size: int = opt(32, "chunk of the GDN context scan on CPU", low=1)
     mask_token_id: int | None = opt(None, "id of MASK; null: the one recorded in the cache")
+    draft_vocabulary: int | None = opt(
+        None, "draft only the training split's so many most frequent tokens; null: all", low=1
+    )
     init_std: float = opt(0.02, "standard deviation of initial weights", low=0)
 
 

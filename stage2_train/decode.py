@@ -18,6 +18,7 @@ Legend: T tokens, B block (anchor and B-1 slots), K = B-1 slots, L tapped states
 """
 
 import copy
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -176,6 +177,7 @@ class Draft:
 
     Attributes:
         embed_VD, head_VD: frozen rows; drafting computes in the drafter's dtype.
+        ids_S: the draft vocabulary, if `head_VD` has only its rows.
     """
 
     drafter: Any
@@ -183,14 +185,20 @@ class Draft:
     head_VD: Tensor
     mask_token_id: int
     block_size: int
+    ids_S: Tensor | None = None
 
     def logits(self, state: Any, anchor: int) -> Tensor:
-        """Logits_KV float32 of the block's slots after the anchor token."""
+        """Logits_KV float32 of the block's slots after the anchor token; -inf: never drafted."""
         ids = torch.full((self.block_size,), self.mask_token_id, device=self.embed_VD.device)
         ids[0] = anchor
         h_BD = self.drafter.draft(state, F.embedding(ids, self.embed_VD))
         h_KD = h_BD.reshape(self.block_size, -1)[1:]
-        return F.linear(h_KD.to(self.head_VD.dtype), self.head_VD).float()
+        logits_KS = F.linear(h_KD.to(self.head_VD.dtype), self.head_VD).float()
+        if self.ids_S is None:
+            return logits_KS
+        logits_KV = logits_KS.new_full((len(logits_KS), len(self.embed_VD)), -math.inf)
+        logits_KV[:, self.ids_S] = logits_KS
+        return logits_KV
 
 
 @torch.no_grad()

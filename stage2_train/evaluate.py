@@ -24,7 +24,7 @@ from shared.errors import CacheError, ConfigError, CorruptionError, DataError, M
 from shared.fs import disk_errors, write_atomic
 from shared.log import note, progress, read_json_lines, say
 from shared.record import read_record
-from stage2_train import checkpoint, decode
+from stage2_train import checkpoint, decode, draft_vocabulary
 from stage2_train.config import EvalConfig, TrainConfig
 from stage2_train.decode_batch import batchable, greedy_batch, speculative_batch
 from stage2_train.eval_table import evaluate_table, wanted
@@ -39,7 +39,8 @@ class LoadedRun:
     """A run's drafter with what it was trained on.
 
     Attributes:
-        embed_VD, head_VD: the target's frozen embedding and head, float32; one tensor when tied.
+        embed_VD, head_VD: the target's frozen embedding and head, float32; one tensor when tied
+            (of the head the draft vocabulary's rows only, if there is one).
         state: state.json of the checkpoint.
     """
 
@@ -91,9 +92,10 @@ def load_run(
     drafter = build_drafter(config.drafter, store.spec, config.init_seed)
     checkpoint.load_parameters(drafter, parameters, folder)
     embed_VD, head_VD = frozen(store, torch.device(device), torch.float32)
+    drafter = drafter.to(device).eval()
     return LoadedRun(
-        path, config, record, state, drafter.to(device).eval(), store,
-        store.snapshot(record.snapshot), embed_VD, head_VD,
+        path, config, record, state, drafter, store,
+        store.snapshot(record.snapshot), embed_VD, drafter.head_rows(head_VD),
     )  # fmt: skip
 
 
@@ -152,6 +154,7 @@ def measure(cfg: EvalConfig) -> dict[str, Any]:
     block = run.config.drafter.block_size
     result: dict[str, Any] = {"format": FORMAT, "key": key, "step": run.state["step"]}
     result |= {"snapshot": run.snapshot.id, "spec_digest": run.store.spec.digest}
+    result |= {"draft_vocabulary": run.record.draft_vocabulary}
     result |= heldout(
         run.drafter, batches, run.embed_VD, run.head_VD, run.config.loss, block, device=device
     )
@@ -213,6 +216,7 @@ def open_decoding(
         run.head_VD,
         run.config.drafter.mask_token_id,
         run.config.drafter.block_size,
+        run.drafter.draft_ids,
     )
     return target, taps, ends, draft
 
@@ -351,6 +355,8 @@ def load_target_of(store: Any, given: TargetConfig | None, device: str) -> Any:
 def table(path: Path, result: dict[str, Any]) -> str:
     """The result as terminal text."""
     lines = [f"{path.name} at step {result['step']}"]
+    if result.get("draft_vocabulary"):
+        lines.append(f"  {draft_vocabulary.sentence(result['draft_vocabulary'])}")
     lines.append(f"  held-out loss          {result['heldout_loss']:.4f}")
     lines.append(f"  accuracy               {result['accuracy']:.4f}")
     lines.append(f"  estimated acceptance   {result['estimated_acceptance']:.3f} tokens/pass")

@@ -28,6 +28,7 @@ from shared.store import Store
 from stage2_train import checkpoint
 from stage2_train.build import build_drafter
 from stage2_train.config import DrafterConfig, ExportConfig, Layout, TrainConfig
+from stage2_train.draft_vocabulary import IDS
 from stage2_train.drafter import Drafter
 from stage2_train.model_card import model_card
 from stage2_train.warm_start import warm_start
@@ -77,17 +78,23 @@ def write(
         loader -> largest relative difference of its outputs to the drafter's.
 
     Raises:
-        ConfigError: the dflash layout for a drafter with GDN layers.
+        ConfigError: the dflash layout for a drafter with GDN layers or a draft vocabulary.
         TrainingError: a loader fails or differs.
     """
     layout = cfg.layout
     recurrent = "linear_attention" in drafter_cfg.layer_types
+    ids_S = drafter.draft_ids
     if layout is Layout.auto:
-        layout = Layout.drafttape if recurrent else Layout.dflash
+        layout = Layout.dflash if not recurrent and ids_S is None else Layout.drafttape
     if layout is not Layout.drafttape and recurrent:
         raise ConfigError(
             f"the {layout.value} layout has attention layers only",
             where="layout", do="Use layout=drafttape",
+        )  # fmt: skip
+    if layout is Layout.dflash and ids_S is not None:
+        raise ConfigError(
+            "the dflash layout has no place for a draft vocabulary",
+            where="layout", do="Use layout=drafttape or layout=speculators",
         )  # fmt: skip
     dtype = getattr(torch, cfg.dtype.value)
     weights = {
@@ -96,7 +103,9 @@ def write(
     }
     document = model_config(drafter_cfg, info, layout, cfg.dtype)
     (directory / "config.json").write_text(json.dumps(document, indent=2) + "\n")
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    ids = {} if ids_S is None else vocabulary_tensors(ids_S, info["vocab_size"], layout)
+    save_file(weights | ids, directory / "model.safetensors", metadata={"format": "pt"})
+    _check_ids(directory, ids)
     drafter.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
     if layout is Layout.speculators:
         return {"read again": reread_difference(directory, drafter, drafter_cfg, info)}
@@ -106,6 +115,29 @@ def write(
     if layout is Layout.dflash and importlib.util.find_spec("dflash"):
         loaders.append("dflash")
     return {loader: reload_difference(directory, drafter, loader) for loader in loaders}
+
+
+def vocabulary_tensors(
+    ids_S: torch.Tensor, vocabulary: int, layout: Layout
+) -> dict[str, torch.Tensor]:
+    """A draft vocabulary as a layout has it.
+
+    speculators: `d2t` [S], what is to be added to a row of the draft head to get the token, and
+    `t2d` [V], whether a token has a row; rows are in the tokens' order, as ours are.
+    """
+    ids_S = ids_S.cpu()
+    if layout is Layout.drafttape:
+        return {IDS: ids_S}
+    t2d_V = torch.zeros(vocabulary, dtype=torch.bool)
+    t2d_V[ids_S] = True
+    return {"d2t": ids_S - torch.arange(len(ids_S)), "t2d": t2d_V}
+
+
+def _check_ids(directory: Path, ids: dict[str, torch.Tensor]) -> None:
+    read = load_file(directory / "model.safetensors")
+    for name, tensor in ids.items():
+        if not torch.equal(read[name], tensor):
+            raise TrainingError(f"{name} of the export is not the drafter's", where=directory)
 
 
 def model_config(
@@ -141,6 +173,8 @@ def model_config(
     }
     if layout is Layout.speculators:
         return _speculators(document, cfg, info)
+    if cfg.draft_vocabulary is not None:
+        document["draft_vocab_size"] = cfg.draft_vocabulary
     if layout is Layout.dflash:
         return document | {
             "model_type": "qwen3",
@@ -182,7 +216,7 @@ def _speculators(
         "speculators_model_type": "dflash",
         "speculators_version": "0.9.0",
         "transformer_layer_config": {"model_type": "qwen3", **layers},
-        "draft_vocab_size": info["vocab_size"],
+        "draft_vocab_size": cfg.draft_vocabulary or info["vocab_size"],
         "block_size": cfg.block_size,
         "aux_hidden_state_layer_ids": [layer + 1 for layer in info["layer_ids"]],
         "mask_token_id": cfg.mask_token_id,

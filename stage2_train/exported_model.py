@@ -31,7 +31,7 @@ class DrafttapeConfig(PretrainedConfig):
         linear_num_value_heads=8, linear_key_head_dim=64, linear_value_head_dim=64,
         linear_conv_kernel_dim=4, bidirectional_block=False, sliding_window=None,
         rope_parameters=None, rms_norm_eps=1e-6, block_size=16, vocab_size=None,
-        dflash_config=None, **kwargs,
+        draft_vocab_size=None, dflash_config=None, **kwargs,
     ):  # fmt: skip
         given = {name: value for name, value in locals().items() if name not in _NOT_FIELDS}
         super().__init__(**kwargs)
@@ -264,6 +264,9 @@ class DrafttapeModel(PreTrainedModel):
         self.hidden_norm = RMSNorm(size, config.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(config, kind) for kind in config.layer_types)
         self.norm = RMSNorm(size, config.rms_norm_eps)
+        drafted = getattr(config, "draft_vocab_size", None)  # None: all tokens of the target
+        ids = None if drafted is None else torch.zeros(drafted, dtype=torch.int64)
+        self.register_buffer("draft_ids", ids)  # row of the draft head -> token
         self.post_init()
 
     def _init_weights(self, module):
@@ -305,6 +308,7 @@ class DrafttapeModel(PreTrainedModel):
         if max(self.target_layer_ids) + 1 >= layers:
             raise ValueError("the target's last layer is tapped: capture it with a hook")
         embed, head = target.get_input_embeddings(), target.get_output_embeddings()
+        rows = None if self.draft_ids is None else head.weight[self.draft_ids]
         accepts = inspect.signature(target.forward).parameters
         name = "cache" if "cache" in accepts else "past_key_values"  # renamed in transformers 5
         out = target(input_ids, use_cache=True, output_hidden_states=True)
@@ -318,7 +322,11 @@ class DrafttapeModel(PreTrainedModel):
             ids = torch.full((self.block_size,), self.mask_token_id, device=input_ids.device)
             ids[0] = tokens[-1]
             hidden = self.draft(state, embed(ids))[1:]
-            ids[1:] = head(hidden.to(head.weight.dtype)).argmax(-1)
+            hidden = hidden.to(head.weight.dtype)
+            if rows is None:
+                ids[1:] = head(hidden).argmax(-1)
+            else:
+                ids[1:] = self.draft_ids[F.linear(hidden, rows).argmax(-1)]
             out = target(ids[None], **{name: cache}, use_cache=True, output_hidden_states=True)
             choice = out.logits[0].argmax(-1)
             accepted = int((ids[1:] == choice[:-1]).long().cumprod(0).sum())

@@ -3,6 +3,7 @@
 N anchors, B block, K = B-1 predicted slots.
 """
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -27,6 +28,9 @@ def heldout(
     device: torch.device | str | None = None,
 ) -> dict[str, Any]:
     """Evaluates a drafter over held-out batches, best one document a row.
+
+    A label outside the draft vocabulary counts as wrong, and costs what chance over the whole
+    vocabulary does (ln V) in the loss.
 
     Returns:
         `heldout_loss` (weighted as in training, over all slots), `accuracy` (all slots),
@@ -54,7 +58,9 @@ def heldout(
                 head_VD,
                 denominator=1.0,
                 chunk=loss_cfg.chunk,
+                ids_S=drafter.draft_ids,
             )
+            loss = loss + sums["missed"] * math.log(len(embed_VD))
             names = ",".join(batch.sample_ids)
             if not torch.isfinite(loss):
                 raise TrainingError(

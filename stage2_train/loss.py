@@ -15,7 +15,9 @@ import torch
 from shared.errors import ConfigError
 from stage2_train.config import LossConfig
 from stage2_train.distill import Mixture, distill
+from stage2_train.draft_vocabulary import rows_of
 
+UNREACHABLE = 1e4  # nats of a label that can't be drafted, where slots behind it are weighted
 TILE = 2048  # vocabulary rows of one tile: with 512 slots 4 MiB of logits, which stay in cache
 
 
@@ -80,7 +82,7 @@ def pace(nll_NK, counts_NK, alpha: float) -> torch.Tensor:
 
 def block_loss(
     h_NBD, label_NK, weight_NK, head, *, denominator: float, chunk: int,
-    mixture: Mixture | None = None, target_NKD=None, alpha: float = 0.0,
+    mixture: Mixture | None = None, target_NKD=None, alpha: float = 0.0, ids_S=None,
 ):  # fmt: skip
     """sum over slots of weight * loss / denominator, and what the slots did.
 
@@ -89,7 +91,7 @@ def block_loss(
     Args:
         h_NBD: hidden states behind the final norm; slot k = 1 … B-1 predicts label k-1.
         label_NK: int64; weight_NK: float, 0 where a slot doesn't count.
-        head: the target's [V, D], frozen.
+        head: the target's [V, D], frozen; with `ids_S` [S, D], the rows of these ids.
         denominator: sum of the weights of the whole optimizer step.
         chunk: slots of one tile.
         mixture: cross entropy alone if None.
@@ -97,45 +99,58 @@ def block_loss(
             them predicts each slot's label; needed for KL and L1.
         alpha: exponent of the D-PACE factors; 0: none. They aren't differentiated, and the
             denominator doesn't contain them.
+        ids_S: the draft vocabulary, ascending; None: all tokens. A slot whose label isn't in it
+            adds nothing to the loss and counts as wrong; D-PACE never gets behind it. KL and L1
+            are then about the target's distribution over these tokens, made to sum to 1.
 
     Returns:
         a scalar, and sums over this call: `count`, `correct`, `nll` (each [K] per slot), `weight`
-        and `weighted_nll` (scalars), without gradient; under a mixture `kl` and `l1` (scalars).
+        and `weighted_nll` (scalars), without gradient; under a mixture `kl` and `l1` (scalars);
+        `missed`, the weight of slots whose label isn't in the draft vocabulary, which `nll`,
+        `weight` and `weighted_nll` leave out.
     """
-    counts_NK = weight_NK > 0
-    h_MD, label_M = h_NBD[:, 1:][counts_NK], label_NK[counts_NK]
+    counts_NK = known_NK = weight_NK > 0
+    if ids_S is not None:
+        label_NK, covered_NK = rows_of(ids_S, label_NK)
+        known_NK = counts_NK & covered_NK
+    h_MD, label_M = h_NBD[:, 1:][known_NK], label_NK[known_NK]
     extra = {}
     if mixture is not None and mixture.needs_target:
         states_TD, index_NK = target_NKD
         loss_M, nll_M, kl_M, l1_M, hit_M = distill(
-            h_MD, states_TD[index_NK[counts_NK]], label_M, head, mixture, chunk
+            h_MD, states_TD[index_NK[known_NK]], label_M, head, mixture, chunk
         )
         extra = {"kl": kl_M.sum(), "l1": l1_M.sum()}
     else:
         loss_M, hit_M = _CrossEntropy.apply(h_MD, label_M, head, chunk)
         nll_M = loss_M.detach()
     per_slot = torch.zeros(2, *weight_NK.shape, dtype=nll_M.dtype, device=nll_M.device)
-    per_slot[0][counts_NK], per_slot[1][counts_NK] = hit_M.to(nll_M.dtype), nll_M
-    weight_M = weight_NK[counts_NK].to(nll_M.dtype)
+    per_slot[0][known_NK], per_slot[1][known_NK] = hit_M.to(nll_M.dtype), nll_M
+    weight_M = weight_NK[known_NK].to(nll_M.dtype)
     paced_M = weight_M
     if alpha:
-        paced_M = weight_M * pace(per_slot[1], counts_NK, alpha)[counts_NK]
+        reach_NK = torch.where(known_NK, per_slot[1], UNREACHABLE)
+        paced_M = weight_M * pace(reach_NK, counts_NK, alpha)[known_NK]
     stats = {
         "count": counts_NK.sum(0),
         "correct": per_slot[0].sum(0),
         "nll": per_slot[1].sum(0),
         "weight": weight_M.sum(),
         "weighted_nll": (weight_M * nll_M).sum(),
+        "missed": (weight_NK * ~known_NK).sum(),
     }
     return (paced_M * loss_M).sum() / denominator, stats | extra
 
 
-def batch_loss(h_NBD, batch, head, cfg: LossConfig, *, num_states: int, denominator: float):
+def batch_loss(
+    h_NBD, batch, head, cfg: LossConfig, *, num_states: int, denominator: float, ids_S=None
+):
     """`block_loss` of a batch under a configured objective.
 
     Args:
         batch: a `Batch`; its states behind the first `num_states` are the target's last hidden.
         num_states: tapped states that the drafter reads.
+        ids_S: the drafter's draft vocabulary, to which `head` is cut.
 
     Raises:
         ConfigError: KL or L1 without a cached last hidden state.
@@ -157,7 +172,7 @@ def batch_loss(h_NBD, batch, head, cfg: LossConfig, *, num_states: int, denomina
     return block_loss(
         h_NBD, label_NK, slot_weights(counts_NK, cfg.gamma), head,
         denominator=denominator, chunk=cfg.chunk, mixture=mixture, target_NKD=target,
-        alpha=cfg.dpace_alpha,
+        alpha=cfg.dpace_alpha, ids_S=ids_S,
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from typing import Any
 from shared.config import to_plain
 from shared.record import RunRecord
 from stage2_train.config import TrainConfig
+from stage2_train.draft_vocabulary import sentence
 
 FIGURES = (
     ("real_acceptance", "accepted tokens per target pass (greedy, held-out prompts)", ".3f"),
@@ -38,6 +39,7 @@ def model_card(
         "mask token id": drafter.mask_token_id,
         "layers": ", ".join(drafter.layer_types),
         "block size": drafter.block_size,
+        "drafted tokens": sentence(record.draft_vocabulary) if record.draft_vocabulary else "all",
         "parameters": f"{record.parameters.get('trainable', 0):,}",
         "optimizer steps": f"{step} of {record.steps}",
         "optimizer": ", ".join(f"{key} {value}" for key, value in optimizer.items()),

@@ -30,6 +30,7 @@ def noise_at(run_dir: Path, which: str, train: TrainConfig, num_rows: int) -> Es
     drafter = build_drafter(source.cfg.drafter, spec, 0)
     checkpoint.load_parameters(drafter, weights, path)
     embed, head = frozen(source.store, torch.device("cpu"), torch.float32)
+    head = drafter.head_rows(head)
     rows, step = [], int(state["step"])
     while len(rows) < num_rows:
         rows += source.plan.step(step)
@@ -48,7 +49,7 @@ def noise_at(run_dir: Path, which: str, train: TrainConfig, num_rows: int) -> Es
                 continue
             loss, _ = batch_loss(
                 drafter(batch, embed), batch, head, source.cfg.loss,
-                num_states=drafter.num_states, denominator=weight,
+                num_states=drafter.num_states, denominator=weight, ids_S=drafter.draft_ids,
             )  # fmt: skip
             loss.backward()
             norms.add(float(counts_K.sum()), denominator(source, counts_K))

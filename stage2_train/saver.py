@@ -17,6 +17,7 @@ from shared.errors import CacheError, DrafttapeError
 from stage2_train import checkpoint
 from stage2_train.branch import Branch
 from stage2_train.checkpoint_shards import begin_save, read_into
+from stage2_train.draft_vocabulary import IDS, named_ids, take_ids
 from stage2_train.job import Job, Progress
 
 
@@ -103,7 +104,8 @@ def save(
         job.record.write(job.run_dir)
 
     saver.wait()
-    model, states = dict(job.drafter.named_parameters()), job.optimizer.named_state()
+    model = dict(job.drafter.named_parameters()) | named_ids(job.drafter)
+    states = job.optimizer.named_state()
     if job.ranks.cut:
         if job.ranks.is_main:
             checkpoint.begin(job.run_dir, step)
@@ -154,8 +156,10 @@ def restore(job: Job) -> Progress:
         job.optimizer.check_settings(saved["optimizer"])
         _verify_together(job, path, saved)
         tensors = dict(job.drafter.named_parameters()) | job.optimizer.named_state()
+        found = {key: torch.empty_like(ids_S) for key, ids_S in named_ids(job.drafter).items()}
         with torch.no_grad():
-            read_into(path, tensors, group=job.ranks.host_group())
+            read_into(path, tensors | found, group=job.ranks.host_group())
+        take_ids(job.drafter, {key: ids_S.cpu() for key, ids_S in found.items()}, path)
     else:
         model, optimizer, saved = checkpoint.load(path)
         checkpoint.load_parameters(job.drafter, model, path)
@@ -179,7 +183,9 @@ def _verify_together(job: Job, path: Any, saved: dict[str, Any]) -> None:
 
 
 def _take_over(job: Job, branch: Branch) -> Progress:
-    checkpoint.load_parameters(job.drafter, branch.model, branch.path)
+    # The parent's draft vocabulary is of its data; weights fit any.
+    weights = {key: tensor for key, tensor in branch.model.items() if key != IDS}
+    checkpoint.load_parameters(job.drafter, weights | named_ids(job.drafter), branch.path)
     if branch.optimizer is not None:
         job.optimizer.load_named_state(branch.optimizer)
     if not branch.same_data:

@@ -305,6 +305,7 @@ def forward(job: Job, batch: Batch, weight: float) -> tuple[torch.Tensor, dict[s
         job.cfg.loss,
         num_states=job.drafter.num_states,
         denominator=weight,
+        ids_S=job.drafter.draft_ids,
     )
 
 

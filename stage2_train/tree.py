@@ -14,6 +14,7 @@ Legend: K slots, V vocabulary, M nodes of the tree.
 """
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -86,7 +87,7 @@ def build_tree(logits_KV: Tensor, budget: int) -> Tree:
         tokens.append(token[slot][rank])
         parents.append(parent)
         depths.append(slot + 1)
-        if rank + 1 < width:
+        if rank + 1 < width and score[slot][rank + 1] > -math.inf:
             sibling = cost + score[slot][rank] - score[slot][rank + 1]
             heapq.heappush(heap, (sibling, counter, slot, rank + 1, parent))
             counter += 1

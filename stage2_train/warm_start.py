@@ -14,8 +14,9 @@ import torch
 from shared.errors import CorruptionError, DataError, MismatchError
 from stage2_train.checkpoint import load_parameters
 from stage2_train.config import DrafterConfig
+from stage2_train.draft_vocabulary import IDS, named_ids
 
-FOREIGN = ("embed_tokens.", "lm_head.", "verifier_", "t2d", "d2t")
+FOREIGN = ("embed_tokens.", "lm_head.", "verifier_", "t2d", "d2t", IDS)
 RECURRENT = (
     "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim",
     "linear_value_head_dim", "bidirectional_block",
@@ -124,6 +125,6 @@ def warm_start(
             do="Give drafter.* its values; other target layers need another cache",
         )  # fmt: skip
     weights = read_weights(directory)
-    load_parameters(drafter, weights, directory)
+    load_parameters(drafter, weights | named_ids(drafter), directory)
     count = sum(value.numel() for value in weights.values())
     return f"began with the {count:,} weights of {directory}"

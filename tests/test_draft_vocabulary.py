@@ -1,0 +1,295 @@
+"""A draft vocabulary: chosen by count, honest in loss and accuracy, kept, unseen in the output."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from scipy import stats
+from test_decode import PROMPT, VOCAB, tiny_target
+from test_export import INFO, drafter_config, settings, trained
+from test_loss import materialised
+from tiny_cache import tiny_cache, tiny_config
+
+from shared.config import Dtype
+from shared.errors import ConfigError, MismatchError
+from shared.record import read_record
+from shared.store import Store
+from stage2_train import checkpoint, decode, export
+from stage2_train.build import train_run
+from stage2_train.config import EvalConfig, ExportConfig, Layout
+from stage2_train.decode_batch import speculative_batch
+from stage2_train.distill import Mixture
+from stage2_train.draft_vocabulary import choose, take_ids
+from stage2_train.drafter import Drafter
+from stage2_train.evaluate import load_run, measure
+from stage2_train.heldout import heldout
+from stage2_train.loss import batch_loss, block_loss, slot_weights
+from stage2_train.tree import build_tree, speculative_tree
+
+
+def test_the_most_frequent_tokens_with_the_end_tokens():
+    counts = np.array([0, 5, 2, 5, 2, 0, 9])
+    assert choose(counts, 3, [0]).tolist() == [0, 1, 6]  # 1 before 3: ties by id
+    assert choose(counts, 5, [5, 5]).tolist() == [1, 2, 3, 5, 6]
+    for size in (1, 7):
+        with pytest.raises(ConfigError, match="draft_vocabulary"):
+            choose(counts, size, [0])
+
+
+@pytest.fixture
+def slots():
+    generator = torch.Generator().manual_seed(0)
+    h = torch.randn(9, 5, 16, generator=generator, dtype=torch.float64) * 3
+    head = torch.randn(53, 16, generator=generator, dtype=torch.float64)
+    label = torch.randint(0, 53, (9, 4), generator=generator)
+    mask = torch.rand(9, 4, generator=generator) < 0.8
+    ids = torch.randperm(53, generator=generator)[:20].sort().values
+    return h, label, slot_weights(mask, 7.0), head, ids
+
+
+def test_loss_equals_all_logits_then_the_index(slots):
+    h, label, weight, head, ids = slots
+    h1, h2 = h.clone().requires_grad_(), h.clone().requires_grad_()
+    total, sums = block_loss(
+        h1, label, weight, head[ids], denominator=3.5, chunk=5, ids_S=ids
+    )  # fmt: skip
+    hidden = torch.full((53,), -torch.inf, dtype=torch.float64).index_fill(0, ids, 0.0)
+    logits = h2[:, 1:] @ head.T + hidden
+    covered = torch.isin(label, ids)
+    nll = F.cross_entropy(logits[covered], label[covered], reduction="none")
+    expected = (nll * weight[covered]).sum() / 3.5
+    total.backward()
+    expected.backward()
+    torch.testing.assert_close(total, expected)
+    torch.testing.assert_close(h1.grad, h2.grad)
+    counts = weight > 0
+    assert 0 < (counts & covered).sum() < counts.sum()
+    assert torch.equal(sums["count"], counts.sum(0))
+    right = (logits.argmax(-1) == label) & counts
+    assert torch.equal(sums["correct"].long(), right.sum(0))
+    assert not (right & ~covered).any()
+    torch.testing.assert_close(sums["missed"], (weight * ~covered).sum())
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5])
+def test_mixtures_are_about_the_vocabularys_share_of_the_target(slots, alpha):
+    h, label, weight, head, ids = slots
+    generator = torch.Generator().manual_seed(7)
+    states = torch.randn(20, 16, generator=generator, dtype=torch.float64)
+    target = states, torch.randint(0, 20, (9, 4), generator=generator)
+    mixture = Mixture(0.1, 0.3, 0.9)
+    h1, h2 = h.clone().requires_grad_(), h.clone().requires_grad_()
+    total, _ = block_loss(
+        h1, label, weight, head[ids], denominator=2.0, chunk=5, mixture=mixture,
+        target_NKD=target, alpha=alpha, ids_S=ids,
+    )  # fmt: skip
+    # Nothing behind a label that can't be drafted is reached.
+    covered = torch.isin(label, ids) | (weight == 0)
+    reached = covered.cumprod(1).bool() if alpha else covered
+    row = torch.searchsorted(ids, label).clamp(max=19)
+    known = weight * reached
+    expected = materialised(h2, row, known, head[ids], target, mixture, alpha)[0] / 2
+    total.backward()
+    expected.backward()
+    torch.testing.assert_close(total, expected)
+    torch.testing.assert_close(h1.grad, h2.grad)
+
+
+class Guesser:
+    """Drafts at random, from the committed tokens alone."""
+
+    def new_state(self):
+        return []
+
+    def extend(self, state, hidden_TLD):
+        state.append(hidden_TLD)
+
+    def draft(self, state, embeds_BD):
+        generator = torch.Generator().manual_seed(sum(map(len, state)))
+        return torch.randn(embeds_BD.shape, generator=generator) * 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
+def test_output_is_the_targets_own(kind):
+    model = tiny_target(kind)
+    own = decode.greedy(model, PROMPT, 25)
+    ids = torch.unique(torch.tensor(own.tokens[::2]))
+    assert set(own.tokens) - set(ids.tolist())
+    draft = decode.Draft(Guesser(), torch.eye(VOCAB), torch.eye(VOCAB)[ids], VOCAB - 1, 6, ids)
+    logits = draft.logits(draft.drafter.new_state(), 5)
+    assert torch.equal(torch.isfinite(logits).all(0).nonzero()[:, 0], ids)
+    taps = [model.model.layers[0], model.model.layers[2]]
+    assert decode.speculative(model, taps, draft, PROMPT, 25).tokens == own.tokens
+    for budget in (8, 400):  # more nodes than a slot has tokens
+        tree = speculative_tree(model, taps, draft, PROMPT, 25, budget=budget)
+        assert tree.tokens == own.tokens
+    if kind == "llama":
+        assert speculative_batch(model, taps, draft, [PROMPT], 25)[0].tokens == own.tokens
+
+
+def test_trees_have_only_what_can_be_drafted():
+    logits = torch.full((2, 9), -torch.inf)
+    logits[:, [2, 7]] = torch.tensor([1.0, 0.5])
+    assert sorted(build_tree(logits, 50).tokens) == [2, 2, 2, 7, 7, 7]
+
+
+def test_sampling_has_the_targets_distribution():
+    generator = torch.Generator().manual_seed(0)
+    p = torch.tensor([[0.5, 0.2, 0.2, 0.1], [0.25, 0.25, 0.25, 0.25]])
+    q = torch.softmax(torch.tensor([[-torch.inf, 1.0, -torch.inf, 0.5]]), -1)
+    seen = np.zeros(4)
+    for _ in range(800):
+        draft = int(torch.multinomial(q[0], 1, generator=generator))
+        accepted, following = decode.accept_sampled(p, q, [draft], generator)
+        seen[draft if accepted else following] += 1
+    assert stats.chisquare(seen, p[0].numpy().astype(float) * 800).pvalue > 0.01
+
+
+@pytest.mark.parametrize("layout", [Layout.drafttape, Layout.speculators, Layout.dflash])
+def test_exports(tmp_path, monkeypatch, layout):
+    monkeypatch.setattr(export, "reload_difference", lambda *_: 0.0)  # another process: slow
+    cfg = drafter_config("full_attention", draft_vocabulary=4)
+    drafter = trained(cfg)
+    drafter.draft_ids.copy_(torch.tensor([0, 3, 4, 38]))
+    given = settings(layout=layout, dtype=Dtype.float32)
+    if layout is Layout.dflash:
+        with pytest.raises(ConfigError, match="draft vocabulary"):
+            export.write(tmp_path, drafter, cfg, INFO, given)
+        return
+    export.write(tmp_path, drafter, cfg, INFO, given)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert json.loads((tmp_path / "config.json").read_text())["draft_vocab_size"] == 4
+    if layout is Layout.drafttape:
+        assert tensors["draft_ids"].tolist() == [0, 3, 4, 38]
+    else:
+        assert tensors["d2t"].tolist() == [0, 2, 2, 35]
+        assert tensors["t2d"].nonzero()[:, 0].tolist() == [0, 3, 4, 38]
+        assert (len(tensors["t2d"]), tensors["t2d"].dtype) == (40, torch.bool)
+
+
+def test_other_ids_are_refused(tmp_path):
+    drafter = Drafter(drafter_config("full_attention", draft_vocabulary=3), 3, 32)
+    ids = {"draft_ids": torch.tensor([1, 2, 3])}
+    with pytest.raises(MismatchError, match="there is none"):
+        take_ids(drafter, {}, tmp_path)
+    assert take_ids(drafter, ids | {"x": torch.ones(1)}, tmp_path).keys() == {"x"}
+    assert drafter.draft_ids.tolist() == [1, 2, 3]
+    with pytest.raises(MismatchError, match="1 of 3 ids differ"):
+        take_ids(drafter, {"draft_ids": torch.tensor([1, 2, 4])}, tmp_path)
+    with pytest.raises(MismatchError, match="2 tokens there, 3 here"):
+        take_ids(drafter, {"draft_ids": torch.tensor([1, 2])}, tmp_path)
+
+
+def test_a_missed_label_costs_chance_and_counts_as_wrong():
+    generator = torch.Generator().manual_seed(0)
+    cfg = drafter_config("full_attention", draft_vocabulary=10)
+    drafter = trained(cfg)
+    drafter.draft_ids.copy_(torch.arange(10))
+    from stage2_train.batch import Batch
+    from stage2_train.config import LossConfig
+
+    batch = Batch.pack(
+        ["a"], [torch.arange(8, 20)], torch.randn(12, 3, 32, generator=generator).bfloat16(),
+        [torch.ones(12, dtype=torch.bool)], [torch.tensor([3, 6])],
+    )  # fmt: skip
+    embed = torch.randn(40, 32, generator=generator)
+    found = heldout(drafter, [batch], embed, drafter.head_rows(embed), LossConfig(), 4)
+    assert found["accuracy"] == 0
+    assert found["estimated_acceptance"] == 1
+    assert found["slot_count"] == [2, 2, 2]
+    assert found["heldout_loss"] == pytest.approx(np.log(40))
+    loss, _ = batch_loss(
+        drafter(batch, embed), batch, drafter.head_rows(embed), LossConfig(), num_states=3,
+        denominator=1.0, ids_S=drafter.draft_ids,
+    )  # fmt: skip
+    assert loss == 0
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """(folder, the cache's store) with a finished run of four updates in `run`."""
+    root = tmp_path_factory.mktemp("vocabulary")
+    tiny_cache(root / "cache")
+    train_run(_config(root, "run"))
+    return root, Store.open(str(root / "cache"))
+
+
+def _config(root, name, **keys):
+    keys = {"drafter__draft_vocabulary": 12} | keys
+    return tiny_config(root / "cache", root / name, steps=4, **keys)
+
+
+@pytest.mark.slow
+def test_a_run_counts_its_labels_and_says_so(world, capsys):
+    root, store = world
+    record = read_record(root / "run")
+    snapshot, reader = store.snapshot("latest"), store.reader()
+    labels = {
+        split: [
+            token
+            for index in snapshot.indices(split)
+            for token in reader.read_tokens(snapshot.ids[index])[snapshot.mask(index)].tolist()
+        ]
+        for split in ("train", "heldout")
+    }
+    tensors = checkpoint.load(checkpoint.find(root / "run", "last"))[0]
+    ids = tensors["draft_ids"].tolist()
+    assert ids == sorted(ids)
+    assert len(ids) == record.draft_vocabulary["size"] == 12
+    assert 0 in ids
+    rare = max(labels["train"].count(t) for t in range(40) if t not in ids)
+    assert all(labels["train"].count(t) >= rare for t in ids if t)
+    for split, tokens in labels.items():
+        share = sum(token in ids for token in tokens) / len(tokens)
+        assert record.draft_vocabulary[f"{split}_coverage"] == pytest.approx(share)
+    train_run(_config(root, "again", optimizer__lr=0.5))
+    said = "".join(capsys.readouterr())
+    assert f"{record.draft_vocabulary['train_coverage']:.2%} of the training labels" in said
+    other = read_record(root / "again")
+    assert other.draft_vocabulary == record.draft_vocabulary
+    assert other.result["digest"] == record.result["digest"]
+
+
+@pytest.mark.slow
+def test_what_comes_after_training_needs_only_the_checkpoint(world):
+    root, _ = world
+    loaded = load_run(root / "run")
+    assert loaded.head_VD.shape == (12, 16)
+    assert torch.equal(loaded.head_VD, loaded.embed_VD[loaded.drafter.draft_ids])
+    measured = measure(EvalConfig(run_dir=str(root / "run"), decode=False))
+    assert measured["heldout_loss"] == read_record(root / "run").result["heldout"]["heldout_loss"]
+    assert measured["draft_vocabulary"]["size"] == 12
+    out = root / "out"
+    assert export.export(ExportConfig(run_dir=str(root / "run"), output=str(out))) == 0
+    assert torch.equal(load_file(out / "model.safetensors")["draft_ids"], loaded.drafter.draft_ids)
+    from stage2_train.noise_probe import noise_at
+
+    noise_at(root / "run", "last", loaded.config, 2)
+    branched = _config(root, "branch", drafter__draft_vocabulary=9, optimizer__lr=0.1)
+    branched.branch.run_dir, branched.trainer.steps = str(root / "run"), 5
+    train_run(branched)
+    assert read_record(root / "branch").draft_vocabulary["size"] == 9
+
+
+@pytest.mark.slow
+def test_resuming_with_others_is_refused(world):
+    root, _ = world
+    train_run(_config(root, "resumed"))
+    record = read_record(root / "resumed")
+    record.result = {}
+    record.write(root / "resumed")
+    with pytest.raises(MismatchError, match=r"drafter\.draft_vocabulary was 12, is 13"):
+        train_run(_config(root, "resumed", drafter__draft_vocabulary=13))
+    path = checkpoint.find(root / "resumed", "last")
+    train_run(_config(root, "resumed"))  # nothing is left to do
+    model, states, state = checkpoint.load(path)
+    model["draft_ids"][-1] += 1
+    checkpoint.save(root / "resumed", 4, model, states, {k: state[k] for k in state if k not in (
+        "format", "step", "crc32c")})  # fmt: skip
+    record.write(root / "resumed")
+    with pytest.raises(MismatchError, match="draft vocabulary"):
+        train_run(_config(root, "resumed"))
