@@ -23,7 +23,7 @@ HERE = Path(__file__).parent
 pytestmark = pytest.mark.slow
 
 
-def _start(world, runs):
+def start(world, runs):
     """Starts ranks as torchrun does; returns (exit codes of the runs by rank, stderr by rank)."""
     probes = [socket.socket() for _ in runs]
     for probe in probes:
@@ -84,7 +84,7 @@ def runs(tmp_path_factory):
     for path in (broken / "shards" / store.shard_ids()[0]).rglob("*"):
         if path.is_file() and path.stat().st_size > 2000:
             path.write_bytes(path.read_bytes()[:-40])
-    two, texts = _start(
+    two, texts = start(
         2,
         [
             run("two-adamw", "ddp", "adamw", 3),
@@ -102,10 +102,10 @@ def runs(tmp_path_factory):
         shutil.copytree(root / "saved", root / name)
     assert execute(run("cut-1")) == 0
     assert execute(run("two-adamw", "ddp", "adamw")) == 0
-    codes, said = _start(3, [run("cut-3", "fsdp"), run("update-3", "update")])
+    codes, said = start(3, [run("cut-3", "fsdp"), run("update-3", "update")])
     assert codes == [[0, 0]] * 3, said
     four = [run("four-adamw", "ddp", "adamw"), run("four", "fsdp"), run("grid", "hsdp")]
-    codes, said = _start(4, four)
+    codes, said = start(4, four)
     assert codes == [[0, 0, 0]] * 4, said
     return root, texts, store.shard_ids()[0]
 

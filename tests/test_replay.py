@@ -4,7 +4,8 @@ import shutil
 
 import pytest
 import torch
-from test_ranks import _run as run_ranks
+from rank_main import Run
+from test_ranks import start
 from tiny_cache import MASK_TOKEN, STATES, WIDTH, tiny_cache, tiny_config
 
 from shared import cli
@@ -80,14 +81,14 @@ def test_container_place_workers_and_ranks_change_nothing(cache, tmp_path, s3, m
     found = []
     for number, (root, workers) in enumerate(ways):
         keys = {"batch__rows_per_step": 3, "batch__tokens_per_row": 30, "loader__workers": workers}
-        train_run(tiny_config(root, tmp_path / str(number), steps=4, **keys))
+        train_run(tiny_config(root, tmp_path / str(number), steps=5, **keys))
         found.append(trained(tmp_path / str(number)))
-    assert len(found[0][0]) == 4
+    assert len(found[0][0]) == 5
     assert all(other == found[0] for other in found[1:])
     for number, root in enumerate((cache, f"{s3}-tar")):
         run_dir = tmp_path / f"ranks-{number}"
-        codes, texts = run_ranks(2, root, run_dir, 4)
-        assert codes == [0, 0], texts
+        codes, texts = start(2, [Run(str(root), str(run_dir), optimizer="adamw")])
+        assert codes == [[0], [0]], texts
         digests, losses = trained(run_dir)
         assert digests == found[0][0]
         assert losses == pytest.approx(found[0][1], rel=1e-6)
