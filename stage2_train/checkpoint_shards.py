@@ -98,7 +98,7 @@ def contents(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
 def read_whole(path: Path) -> dict[str, torch.Tensor]:
     """All tensors of a folder, whole, on the CPU."""
     tensors = {
-        key: torch.full(shape, float("nan"), dtype=dtype)
+        key: torch.full(shape, float("nan") if dtype.is_floating_point else -1, dtype=dtype)
         for key, (dtype, shape) in contents(path).items()
     }
     read_into(path, tensors)

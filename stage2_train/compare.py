@@ -14,7 +14,7 @@ from shared.errors import ConfigError
 from shared.fs import write_atomic
 from shared.log import say
 from stage2_train import analysis, transfer, verdict
-from stage2_train.config import CompareConfig, Noise
+from stage2_train.config import CompareConfig, DecideBy, Noise
 from stage2_train.runs import (
     Arm,
     check_inputs,
@@ -26,6 +26,7 @@ from stage2_train.runs import (
 from stage2_train.stats import Interval, none_if_nan
 
 FORMAT = "drafttape.compare.v1"
+LOSSES = (DecideBy.heldout_loss.value, DecideBy.final_loss.value)
 
 
 def analyse(cfg: CompareConfig) -> tuple[dict[str, Any], list[Arm]]:
@@ -33,7 +34,7 @@ def analyse(cfg: CompareConfig) -> tuple[dict[str, Any], list[Arm]]:
 
     Raises:
         DataError: a run can't be read. MismatchError: the inputs differ; names the step.
-        ConfigError: fewer than two arms, or a level outside (0, 1).
+        ConfigError: fewer than two arms, a level outside (0, 1), or losses over other vocabularies.
     """
     if not 0 < cfg.confidence < 1:
         raise ConfigError(f"confidence={cfg.confidence} is not between 0 and 1")
@@ -106,6 +107,14 @@ def analyse(cfg: CompareConfig) -> tuple[dict[str, Any], list[Arm]]:
         if seed in seeds and run.unfinished
     ]
     summary["verdict"] = verdict.decide(summary)
+    metric = summary["verdict"]["metric"]
+    if metric in LOSSES and "drafter.draft_vocabulary" in summary["settings"]:
+        raise ConfigError(
+            "the arms have other draft vocabularies, and a loss over fewer tokens is another task",
+            where=metric,
+            do="Measure every run with drafttape eval and set decide_by=real_acceptance, "
+            "estimated_acceptance or accuracy",
+        )
     return summary, arms
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from run_tools import write_run
 from safetensors.torch import load_file
 from scipy import stats
 from test_decode import PROMPT, VOCAB, tiny_target
@@ -19,12 +20,14 @@ from shared.record import read_record
 from shared.store import Store
 from stage2_train import checkpoint, decode, export
 from stage2_train.build import train_run
-from stage2_train.config import EvalConfig, ExportConfig, Layout
+from stage2_train.compare import analyse
+from stage2_train.config import CompareConfig, DecideBy, EvalConfig, ExportConfig, Layout
 from stage2_train.decode_batch import speculative_batch
 from stage2_train.distill import Mixture
 from stage2_train.draft_vocabulary import choose, take_ids
 from stage2_train.drafter import Drafter
 from stage2_train.evaluate import load_run, measure
+from stage2_train.exported_model import DrafttapeConfig, DrafttapeModel
 from stage2_train.heldout import heldout
 from stage2_train.loss import batch_loss, block_loss, slot_weights
 from stage2_train.tree import build_tree, speculative_tree
@@ -127,6 +130,11 @@ def test_output_is_the_targets_own(kind):
     for budget in (8, 400):  # more nodes than a slot has tokens
         tree = speculative_tree(model, taps, draft, PROMPT, 25, budget=budget)
         assert tree.tokens == own.tokens
+    generator = torch.Generator().manual_seed(0)
+    sampled = decode.speculative(
+        model, taps, draft, PROMPT, 25, temperature=1.0, generator=generator
+    )
+    assert len(sampled.tokens) == 25
     if kind == "llama":
         assert speculative_batch(model, taps, draft, [PROMPT], 25)[0].tokens == own.tokens
 
@@ -171,6 +179,26 @@ def test_exports(tmp_path, monkeypatch, layout):
         assert (len(tensors["t2d"]), tensors["t2d"].dtype) == (40, torch.bool)
 
 
+@pytest.mark.slow
+def test_exported_code_decodes_what_the_target_would():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(1)
+    sizes = LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=6, num_attention_heads=2,
+        num_key_value_heads=1, vocab_size=40,
+    )  # fmt: skip
+    target = LlamaForCausalLM(sizes).eval()
+    cfg = drafter_config("linear_attention", draft_vocabulary=9)
+    document = export.model_config(cfg, INFO, Layout.drafttape, Dtype.float32)
+    model = DrafttapeModel(DrafttapeConfig(**document)).eval()
+    ids = torch.arange(3, 39, 4)
+    model.load_state_dict(trained(cfg).state_dict() | {"draft_ids": ids})
+    prompt = torch.randint(0, 39, (1, 9))
+    expected = target.generate(prompt, max_new_tokens=20, do_sample=False, eos_token_id=None)
+    assert torch.equal(model.spec_generate(target, prompt, max_new_tokens=20), expected)
+
+
 def test_other_ids_are_refused(tmp_path):
     drafter = Drafter(drafter_config("full_attention", draft_vocabulary=3), 3, 32)
     ids = {"draft_ids": torch.tensor([1, 2, 3])}
@@ -207,6 +235,19 @@ def test_a_missed_label_costs_chance_and_counts_as_wrong():
         denominator=1.0, ids_S=drafter.draft_ids,
     )  # fmt: skip
     assert loss == 0
+
+
+def test_losses_over_other_vocabularies_decide_nothing(tmp_path):
+    runs = []
+    for name, size in (("all", None), ("some", 1000)):
+        path = write_run(tmp_path / name, loss=np.ones(3), evaluation={"real_acceptance": 1.5})
+        record = json.loads((path / "run.json").read_text())
+        record["config"]["drafter"]["draft_vocabulary"] = size
+        (path / "run.json").write_text(json.dumps(record))
+        runs.append(str(path))
+    with pytest.raises(ConfigError, match="another task"):
+        analyse(CompareConfig(runs=runs))
+    analyse(CompareConfig(runs=runs, decide_by=DecideBy.real_acceptance))
 
 
 @pytest.fixture(scope="module")
@@ -265,7 +306,8 @@ def test_what_comes_after_training_needs_only_the_checkpoint(world):
     assert measured["draft_vocabulary"]["size"] == 12
     out = root / "out"
     assert export.export(ExportConfig(run_dir=str(root / "run"), output=str(out))) == 0
-    assert torch.equal(load_file(out / "model.safetensors")["draft_ids"], loaded.drafter.draft_ids)
+    model = DrafttapeModel.from_pretrained(out, dtype=torch.bfloat16)
+    assert torch.equal(model.draft_ids, loaded.drafter.draft_ids)
     from stage2_train.noise_probe import noise_at
 
     noise_at(root / "run", "last", loaded.config, 2)
