@@ -107,13 +107,13 @@ def _unknown(schema: Any, composed: Any, prefix: str = "") -> list[str]:
 
 
 def _blank(config: Any, prefix: str = "") -> list[str]:
-    """Required texts that are there but empty, as from `run_dir=$UNSET`."""
+    """Texts that are there but empty, as from `run_dir=$UNSET`; `key=null` means none."""
     found = []
     for item in fields(config):
         value = getattr(config, item.name)
         if is_dataclass(value):
             found += _blank(value, f"{prefix}{item.name}.")
-        elif item.default == MISSING and isinstance(value, str) and not value.strip():
+        elif isinstance(value, str) and not value.strip():
             found.append(prefix + item.name)
     return found
 

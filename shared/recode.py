@@ -1,12 +1,13 @@
 """One cache holds one codec's loss; a copy in another codec has the same samples and snapshots."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from shared.codec import get_codec
-from shared.errors import MismatchError
+from shared.errors import ConfigError, MismatchError
 from shared.sample import sample_id
 from shared.shards import ShardInfo, damaged
 
@@ -26,9 +27,9 @@ def recode(
         progress: called with the stored bytes of each shard just encoded.
 
     Raises:
-        ConfigError: there is no such codec.
+        ConfigError: there is no such codec, or `root` is the cache itself or lies in it.
         MismatchError: shards of `store` have lost bits already; losses are never laid on top of
-            each other. Or the new cache is of another spec.
+            each other. Or a cache of another spec or loss is at `root`.
         CorruptionError: a shard is damaged.
     """
     from shared.store import Store
@@ -42,7 +43,13 @@ def recode(
                 where=store.root,
                 do="Recode a lossless cache, or extract again",
             )
+    here, there = place_of(store.root), place_of(root)
+    if there == here or there.startswith(here + "/"):
+        raise ConfigError(
+            "the copy needs a place of its own", where=root, do="Name a new directory as NEW_ROOT"
+        )
     copy = Store.create(root, store.spec)
+    check_codec(copy, codec)
     for info in infos:
         _encode(store, info, codec, copy)
         progress(info.stored_bytes)
@@ -57,6 +64,11 @@ def recode(
     for label, snapshot in store.names().items():
         copy.tag(label, snapshot)
     return copy
+
+
+def place_of(root: str) -> str:
+    """A root as text that is equal for equal places; URLs are taken as they are."""
+    return root.rstrip("/") if "://" in root else str(Path(root).resolve())
 
 
 def check_codec(store: "Store", codec: str) -> None:

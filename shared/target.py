@@ -215,6 +215,12 @@ def describe_target(cfg: TargetConfig) -> TargetInfo:
 
     if cfg.model.startswith(tiny.PREFIX):
         config, digest = tiny.describe(cfg.model)
+        for key in ("device_map", "quantization"):
+            if getattr(cfg, key):
+                raise ConfigError(
+                    f"{cfg.model} is made in memory, nothing is loaded", where=f"target.{key}",
+                    do="Leave it out, or name a model with weights",
+                )  # fmt: skip
         return TargetInfo(cfg, config, config.architectures[0], digest, "none", None)
     path = target_files.locate(cfg)
     digest = target_files.weights_digest(path, cfg.gguf_file)

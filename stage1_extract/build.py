@@ -87,6 +87,10 @@ def _ranks(cfg: ExtractConfig) -> Ranks | None:
     """
     alone = cfg.executor in (Executor.local, Executor.ray)
     ranks = None if alone else Ranks.from_environment()
+    if cfg.ray_address is not None and cfg.executor is not Executor.ray:
+        raise ConfigError(
+            "nothing would run on Ray", where="ray_address", do="Add executor=ray, or leave it out"
+        )
     if cfg.executor is Executor.torchrun and ranks is None:
         raise ConfigError(
             "executor=torchrun, but RANK and WORLD_SIZE are not set",

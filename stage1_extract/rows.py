@@ -78,8 +78,12 @@ def data_sources(cfg: DataConfig) -> list[str]:
     """Everything that rows are read from: files, then the dataset as `hf://NAME`.
 
     Raises:
-        DataError: nothing is named, or a path matches nothing.
+        DataError: nothing is named, or a path matches nothing, or the dataset is a file.
     """
+    if cfg.dataset and Path(cfg.dataset).is_file():
+        raise DataError(
+            "it is a file", where=f"data.dataset={cfg.dataset}", do="Name files in data.paths"
+        )
     files = data_files(cfg.paths) if cfg.paths or not cfg.dataset else []
     return [*files, f"{HUB}{cfg.dataset}"] if cfg.dataset else files
 
@@ -103,7 +107,10 @@ def data_files(paths: Sequence[str]) -> list[str]:
         found = [name for name in found if Path(name).is_file()]
         if not found:
             what = "it is a directory" if Path(expanded).is_dir() else "no such file"
-            raise DataError(what, where=path, do="Name files or a glob in data.paths")
+            do = "Name files or a glob in data.paths"
+            if re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not Path(path).suffix:
+                do += f"; a dataset of the Hugging Face hub is data.dataset={path}"
+            raise DataError(what, where=path, do=do)
         files.update(dict.fromkeys(found))
     return list(files)
 

@@ -269,6 +269,9 @@ def assemble(
         if ranks.world > 1 and cfg.trainer.parallel is not Parallel.ddp:
             shard_(drafter, cfg.trainer, ranks.world, device)
             ranks.cut = True
+        elif cfg.trainer.parallel is not Parallel.ddp:
+            how = cfg.trainer.parallel.value
+            note(f"trainer.parallel={how} cuts nothing on one rank; torchrun starts several")
         named = list(drafter.named_parameters())
         optimizer = build_optimizer(cfg.optimizer, named, drafter.parts())
         newest = checkpoint.steps(run_dir)

@@ -76,7 +76,7 @@ class DrafterConfig:
     linear_num_value_heads: int = opt(8, "value heads of GDN layers", low=1)
     linear_key_head_dim: int = opt(64, "key head size of GDN layers", low=1)
     linear_value_head_dim: int = opt(64, "value head size of GDN layers", low=1)
-    conv_kernel_size: int = opt(4, "taps of the short convolutions")
+    conv_kernel_size: int = opt(4, "taps of the short convolutions", low=1)
     block_size: int = opt(16, "tokens of a block: the anchor and block_size-1 masked slots", low=2)
     sliding_window: int = opt(1024, "window of sliding_attention layers, tokens", low=1)
     rope_theta: float = opt(10000.0, "base of the rotary embedding of attention layers", above=0)

@@ -53,6 +53,15 @@ def ways(cfg: EvalConfig, block: int) -> list[Way]:
     return found
 
 
+def names_of(paths: list[str]) -> dict[str, str]:
+    """Name -> file of each data set: the file's name, or the path where two are named alike."""
+    stems = [Path(path).stem for path in dict.fromkeys(paths)]
+    return {
+        stem if stems.count(stem) == 1 else path: path
+        for stem, path in zip(stems, dict.fromkeys(paths), strict=True)
+    }
+
+
 def read_prompts(path: str, tokenizer: Any, most: int | None) -> list[tuple[str, list[int]]]:
     """(name, token ids) of a JSONL file's prompts, through the target's chat template if any.
 
@@ -88,6 +97,8 @@ def _messages(row: Any) -> list[dict[str, str]]:
     if isinstance(row.get("messages"), list):
         asked = []
         for message in row["messages"]:
+            if not isinstance(message, dict) or not isinstance(message.get("content"), str):
+                return []
             if message.get("role") == "assistant":
                 break
             asked.append(message)
@@ -110,7 +121,10 @@ def measure_table(cfg: EvalConfig) -> dict[str, Any]:
     run = load_run(cfg.run_dir, cfg.checkpoint, device, cfg.cache)
     target, taps, ends, draft = open_decoding(run, cfg, device)
     if cfg.data:
-        sets = {Path(p).stem: read_prompts(p, target.tokenizer, cfg.max_prompts) for p in cfg.data}
+        sets = {
+            name: read_prompts(path, target.tokenizer, cfg.max_prompts)
+            for name, path in names_of(cfg.data).items()
+        }
     else:
         sets = {"held-out": prompts_of(run, cfg.max_prompts)}
     bar = progress(sum(map(len, sets.values())), "table", "prompt")

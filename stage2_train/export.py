@@ -285,7 +285,7 @@ def reload_difference(directory: Path, drafter: Drafter, loader: str) -> float:
         script = Path(__file__).with_name("reload.py")
         # -P: the script's own directory must not come into the import path.
         done = subprocess.run(
-            [sys.executable, "-P", script, directory, inputs, output, loader],
+            [sys.executable, "-P", script, directory.resolve(), inputs, output, loader],
             env=os.environ | {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": temporary},
             cwd=temporary, capture_output=True, text=True,
         )  # fmt: skip

@@ -55,8 +55,13 @@ def mup_word(config: MupConfig) -> int:
     """Writes what was asked for and says where it is.
 
     Raises:
-        ConfigError: widths that the base's heads don't divide.
+        ConfigError: widths that the base's heads don't divide, or fewer than two of them.
     """
+    if config.check and len(set(config.widths)) < 2:
+        raise ConfigError(
+            "a slope needs two different widths or more", where=f"widths={config.widths}",
+            do="As in widths=[32,64,128], or check=false",
+        )  # fmt: skip
     if config.base_shapes is not None:
         drafter = on_meta(config.drafter, config.num_states, config.width)
         mup.write_base(config.base_shapes, drafter)

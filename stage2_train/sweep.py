@@ -26,7 +26,7 @@ from shared.errors import ConfigError, Interrupted, MismatchError, TrainingError
 from shared.fs import Lock
 from shared.log import note, say
 from stage2_train import sweep_halving
-from stage2_train.config import SweepConfig, TrainConfig
+from stage2_train.config import EvalConfig, SweepConfig, TrainConfig
 from stage2_train.shared_reads import forget, shared_folder
 from stage2_train.sweep_job import read_state, write_state
 from stage2_train.sweep_plan import AT, SweepPlan, read_plan, to_overrides
@@ -54,6 +54,7 @@ def prepare(
         folder = out / "trials" / trial.id
         overrides = {"run_dir": str(folder / "run")} | trial.overrides
         configs[trial.id] = compose("train", TrainConfig, to_overrides(overrides))
+    compose("eval", EvalConfig, to_overrides({"run_dir": "trial"} | plan.eval))
     if not plan.unequal_budgets:
         _equal_budgets(plan, configs)
     if cfg.dry_run:

@@ -138,14 +138,17 @@ def expand(document: dict[str, Any], where: Any) -> list[Trial]:
     grid = _mapping(document, "grid", where)
     arms = _mapping(document, "arms", where) or {"all": {}}
     seeds = document.get("seeds", [0])
-    if not isinstance(seeds, list) or not all(isinstance(seed, int) for seed in seeds) or not seeds:
-        raise ConfigError("must be a list of whole numbers", where=f"{where}: seeds")
+    if not _are_whole(seeds) or min(seeds) < 0:
+        raise ConfigError("must be a list of whole numbers from 0", where=f"{where}: seeds")
     draws = document.get("random")
     if draws is not None:
         draws = _mapping(document, "random", where)
         _known(draws, {"trials", "seed"}, f"{where}: random")
-        if not _are_numbers(list(draws.values()), len(draws)):
-            raise ConfigError("trials and seed must be whole numbers", where=f"{where}: random")
+        if not _are_whole([draws.get("trials"), draws.get("seed", 0)]) or draws["trials"] < 1:
+            raise ConfigError(
+                "needs trials: a whole number from 1, and seed: a whole number",
+                where=f"{where}: random",
+            )
     trials: dict[str, Trial] = {}
     for arm in arms:
         own = dict(_mapping(arms, arm, f"{where}: arms"))
@@ -157,9 +160,7 @@ def expand(document: dict[str, Any], where: Any) -> list[Trial]:
         if cooldowns or draws is None:
             points = product({key: values_of(key, axis, where) for key, axis in axes.items()})
         else:
-            points = sample(
-                axes, int(draws.get("trials", 1)), int(draws.get("seed", 0)), arm, where
-            )
+            points = sample(axes, draws["trials"], draws.get("seed", 0), arm, where)
         for point in points:
             for seed in seeds:
                 overrides = {**common, **own, **point, "seed": seed, "init_seed": seed}
@@ -218,7 +219,7 @@ def values_of(key: str, axis: Any, where: Any) -> list[Any]:
         return axis
     if isinstance(axis, dict) and set(axis) == {"log"} and _are_numbers(axis["log"], 3):
         low, high, count = axis["log"]
-        if 0 < low <= high and count >= 1:
+        if 0 < low <= high < math.inf and count >= 1 and count == int(count):
             return log_steps(float(low), float(high), int(count))
     raise ConfigError(
         f"{axis!r} is neither a list nor {{log: [low, high, count]}} (write 1.0e-3, not 1e-3)",

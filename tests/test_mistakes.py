@@ -8,20 +8,27 @@ import os
 import zlib
 from dataclasses import replace
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from shared import cli
 from shared.errors import ConfigError, CorruptionError, DataError, MismatchError
 from shared.log import read_json_lines
+from shared.recode import recode
 from shared.record import RunRecord
 from stage1_extract.generate import _existing
 from stage1_extract.rows import Reject, data_files, read_rows
 from stage2_train.build import train_run
 from stage2_train.compare import analyse, compare
-from stage2_train.config import CompareConfig, EvalConfig
+from stage2_train.config import CompareConfig, EvalConfig, SweepConfig
+from stage2_train.eval_table import _messages, names_of
 from stage2_train.evaluate import measure
+from stage2_train.export import reload_difference
 from stage2_train.runs import read_run
+from stage2_train.sweep import prepare
 from stage2_train.sweep_plan import read_plan
 from tests.run_tools import learning, write_run
 from tests.tiny_cache import tiny_cache, tiny_config
@@ -46,6 +53,25 @@ TRAIN = ["train", "run_dir=x", "cache.root=y"]
         (["train", "run_dir=x", "cache.root=' '"], "needs a value for cache.root"),
         (["extract", "data.paths=[a]", "cache.root=x", "workers=-1"], "workers=-1"),
         (["eval", "x", "max_new_tokens=0"], "max_new_tokens"),
+        (["mup", "widths=[64]"], "two different widths"),
+        (["mup", "widths=[]"], "two different widths"),
+        ([*TRAIN, "init_from="], "needs a value for init_from"),
+        (["extract", "data.paths=[a/b]", "cache.root=x"], "hub is data.dataset=a/b"),
+        (
+            ["extract", "data.paths=[pyproject.toml]", "cache.root=x", "ray_address=auto"],
+            "executor=ray",
+        ),
+        (["extract", "data.dataset=pyproject.toml", "cache.root=x"], "it is a file"),
+        (
+            [
+                "extract",
+                "target=tiny_qwen3_5",
+                "data.paths=[pyproject.toml]",
+                "cache.root=x",
+                "target.quantization={quant_method:fp8}",
+            ],
+            "made in memory",
+        ),
     ],
 )
 def test_values_that_make_no_sense_are_refused_before_anything_runs(words, named, capsys):
@@ -249,3 +275,68 @@ def test_overrides_say_what_is_wrong_with_them(words, named, capsys):
     shown = capsys.readouterr().err
     assert named in shown
     assert shown.count("\n") == 1
+
+
+def test_a_cache_is_not_recoded_into_itself_or_into_another_loss(tmp_path):
+    store = tiny_cache(tmp_path / "cache", count=5, heldout=1)
+    for place in ("cache", "cache/", "other/../cache", "cache/inside"):
+        with pytest.raises(ConfigError, match="a place of its own"):
+            recode(store, "int8", str(tmp_path / place))
+    recode(store, "int8", str(tmp_path / "copy"))
+    with pytest.raises(MismatchError, match="stored as int8"):
+        recode(store, "bits4", str(tmp_path / "copy"))
+    assert {store.shard(name).codec for name in store.shard_ids()} == {"lossless"}
+
+
+@pytest.mark.parametrize(
+    ("lines", "named"),
+    [
+        ("random: {trials: 0}", "whole number from 1"),
+        ("random: {trials: .nan}", "whole number from 1"),
+        ("random: {trials: 2.5}", "whole number from 1"),
+        ("random: {seed: 1}", "whole number from 1"),
+        ("seeds: [-1]", "whole numbers from 0"),
+        ("seeds: [true]", "whole numbers from 0"),
+        ("grid: {optimizer.lr: {log: [1.0e-3, .inf, 3]}}", "neither a list nor"),
+        ("grid: {optimizer.lr: {log: [1.0e-3, 1.0, 2.5]}}", "neither a list nor"),
+    ],
+)
+def test_a_plan_that_means_no_trial_is_refused(lines, named, tmp_path):
+    path = tmp_path / "plan.yaml"
+    path.write_text("train: {cache.root: x}\n" + lines)
+    with pytest.raises(ConfigError, match=named):
+        read_plan(path)
+
+
+def test_an_evaluation_key_of_a_plan_is_checked_before_anything_runs(tmp_path):
+    path = tmp_path / "plan.yaml"
+    path.write_text("train: {cache.root: x}\neval: {decod: false}\n")
+    with pytest.raises(ConfigError, match="decod"):
+        prepare(SweepConfig(plan=str(path), out=str(tmp_path / "out")))
+    assert not (tmp_path / "out").exists()
+
+
+def test_data_sets_of_one_name_are_both_in_the_table():
+    paths = ["a/test.jsonl", "b/test.jsonl", "c.jsonl", "c.jsonl"]
+    assert list(names_of(paths).values()) == paths[:3]
+    assert list(names_of(paths)) == ["a/test.jsonl", "b/test.jsonl", "c"]
+
+
+def test_messages_of_another_form_are_no_prompt():
+    for messages in (["hi"], [{"role": "user", "content": [{"text": "hi"}]}], [{"role": "user"}]):
+        assert _messages({"messages": messages}) == []
+
+
+def test_an_export_is_read_again_under_a_relative_name(tmp_path, monkeypatch):
+    def run(command, **settings):
+        assert Path(command[3]) == tmp_path / "made"
+        save_file(load_file(command[4]) | {"out": torch.zeros(2)}, command[5])
+        return CompletedProcess(command, 0)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("stage2_train.export.subprocess.run", run)
+    given = torch.zeros(3, 2, 4), torch.zeros(2, 4)
+    monkeypatch.setattr("stage2_train.export._inputs", lambda drafter: given)
+    monkeypatch.setattr("stage2_train.export._draft", lambda *_: torch.zeros(2))
+    monkeypatch.setattr("stage2_train.export._difference", lambda *_: 0.0)
+    assert reload_difference(Path("made"), None, "auto") == 0.0
