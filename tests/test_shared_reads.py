@@ -75,6 +75,7 @@ def test_what_does_not_fit_is_read_from_the_cache(store, tmp_path, monkeypatch):
 def _child(root, folder, names, answers):
     from shared.store import Store
 
+    shared_reads.KEPT_FREE = 0.0  # `room` does not reach a spawned process
     reader = SharedReader(Store.open(root).reader(), folder)
     for name in names:
         reader.read(name)
