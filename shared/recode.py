@@ -58,11 +58,11 @@ def recode(
             copy.files.write(f"target/{name}", store.files.read(f"target/{name}"))
     latest = store.resolve() if store.files.exists("snapshots/latest") else None
     # The latest one last: writing a snapshot points `latest` to it.
-    for snapshot in sorted(store.snapshot_ids(), key=lambda name: name == latest):
-        there = store.snapshot(snapshot)
-        copy.write_snapshot(there.rows(), there.meta)
-    for label, snapshot in store.names().items():
-        copy.tag(label, snapshot)
+    for name in sorted(store.snapshot_ids(), key=lambda name: name == latest):
+        snapshot = store.snapshot(name)
+        copy.write_snapshot(snapshot.rows(), snapshot.meta)
+    for label, name in store.names().items():
+        copy.tag(label, name)
     return copy
 
 

@@ -1,6 +1,6 @@
 """The learning-rate picture of a tuned study, as SVG.
 
-figures.py SWEEP_DIR OUT.svg
+python -m docs.studies.figures SWEEP_DIR OUT.svg
 """
 
 import math
