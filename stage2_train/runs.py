@@ -139,7 +139,7 @@ def read_run(path: str | Path) -> Run:
     }
     return Run(
         path=path,
-        name=path.resolve().name,
+        name=name_of(path.resolve()),
         record=record,
         series=series,
         digests={int(line["step"]): str(line.get("digest")) for line in digests},
@@ -212,6 +212,14 @@ def group_arms(runs: list[Run]) -> list[Arm]:
         taken[name] = taken.get(name, 0) + 1
         arm.name = name if taken[name] == 1 else f"{name} ({taken[name]})"
     return arms
+
+
+def name_of(path: Path) -> str:
+    """A run's name: its directory's, or of a sweep's trial (`ARM-HASH/run`) the arm's."""
+    trial = path.parent
+    if path.name == "run" and (trial / "trial.json").exists():
+        return trial.name.rpartition("-")[0]
+    return path.name
 
 
 def same_place(a: Path, b: Path) -> bool:

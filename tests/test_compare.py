@@ -307,3 +307,12 @@ def test_known_seed_noise_judges_an_arm_of_one_run(tmp_path):
         assert known["left_out"] == []
     with pytest.raises(ConfigError, match="known from 1 runs"):
         analyse(config([str(baseline[0]), str(arm)], tmp_path, noise=Noise.baseline))
+
+
+def test_a_sweeps_trials_are_named_by_their_arm(tmp_path):
+    trial = tmp_path / "gdn-muon-0123456789"
+    (trial / "run").mkdir(parents=True)
+    assert runs.name_of(trial / "run") == "run"
+    (trial / "trial.json").write_text("{}")
+    assert runs.name_of(trial / "run") == "gdn-muon"
+    assert runs.name_of(tmp_path / "adamw-seed1") == "adamw-seed1"
