@@ -229,7 +229,7 @@ def same_place(a: Path, b: Path) -> bool:
 
 def arm_name(names: list[str]) -> str:
     """The common part of the runs' names without a seed suffix."""
-    if len(names) == 1:
+    if len(set(names)) == 1:
         return names[0]
     letters = takewhile(lambda column: len(set(column)) == 1, zip(*names, strict=False))
     common = "".join(column[0] for column in letters)

@@ -316,3 +316,4 @@ def test_a_sweeps_trials_are_named_by_their_arm(tmp_path):
     (trial / "trial.json").write_text("{}")
     assert runs.name_of(trial / "run") == "gdn-muon"
     assert runs.name_of(tmp_path / "adamw-seed1") == "adamw-seed1"
+    assert runs.arm_name(["gdn_muon_pe8"] * 3) == "gdn_muon_pe8"
