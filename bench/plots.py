@@ -1,11 +1,16 @@
 """`python -m bench.plots`: computes the pictures of docs/muon.md and writes them as SVG."""
 
+import math
+import statistics
 from pathlib import Path
 
 import torch
 
+from shared.config import compose
+from stage2_train import mup_check
 from stage2_train import orthogonalize as ortho
-from stage2_train.config import ScheduleConfig, ScheduleName
+from stage2_train.config import MupConfig, ScheduleConfig, ScheduleName
+from stage2_train.muon import shape_factor
 from stage2_train.schedule import build_schedule
 
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#8c8c8c")
@@ -118,11 +123,72 @@ def schedules() -> str:
     )  # fmt: skip
 
 
+def scales() -> str:
+    """RMS of the update of a head of 64 rows, by its columns, for each scale."""
+    generator = torch.Generator().manual_seed(0)
+    columns = [64, 128, 256, 512, 1024]
+    series = {}
+    for scale in ("moonlight", "kj"):
+        rms = []
+        for width in columns:
+            polar = ortho.svd_polar(torch.randn(1, 64, width, generator=generator))
+            update = polar * shape_factor(scale, 64, width, 0.2)
+            rms.append(float(update.pow(2).mean().sqrt()))
+        series[scale] = ([math.log2(width) for width in columns], rms)
+    return chart(
+        series, "columns of a head with 64 rows", "RMS of the update at lr = 1",
+        {math.log2(width): str(width) for width in columns}, {0: "0", 0.1: "0.1", 0.2: "0.2"},
+    )  # fmt: skip
+
+
+def dtypes() -> str:
+    """Relative error of the polar factor against SVD, by steps and dtype."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(16, 64, 256, generator=generator)
+    exact = ortho.svd_polar(x.clone())
+    series = {}
+    for name in ("polar_express", "kj"):
+        for dtype in (torch.float32, torch.bfloat16):
+            errors = []
+            for steps in range(3, 10):
+                got = ortho.orthogonalize(x.clone(), name, steps, dtype=dtype).float()
+                error = float((got - exact).norm() / exact.norm())
+                errors.append(math.log10(max(error, 1e-7)))
+            label = f"{name}, {str(dtype).removeprefix('torch.')}"
+            series[label] = ([float(k) for k in range(3, 10)], errors)
+    return chart(
+        series, "steps", "relative error (log10)",
+        {float(k): str(k) for k in range(3, 10)},
+        {-7: "-7", -6: "-6", -5: "-5", -4: "-4", -3: "-3", -2: "-2", -1: "-1", 0: "0"},
+    )  # fmt: skip
+
+
+def widths() -> str:
+    """Median change of activations by width, with and without muP (the word `mup` measures it)."""
+    series = {}
+    for optimizer in ("adamw", "muon"):
+        config = compose("mup", MupConfig, [f"optimizer={optimizer}"])
+        for use in (False, True):
+            rows = list(mup_check.measure(config, use_mup=use).change.values())
+            change = [statistics.median(row[width] / row[config.widths[0]] for row in rows)
+                      for width in config.widths]  # fmt: skip
+            label = f"{optimizer}, {'muP' if use else 'without'}"
+            series[label] = ([math.log2(w) for w in config.widths], [math.log2(c) for c in change])
+    return chart(
+        series, "width", "activation change over the narrowest's",
+        {math.log2(width): str(width) for width in config.widths},
+        {-1: "1/2", 0: "1", 1: "2", 2: "4", 3: "8", 4: "16", 5: "32"},
+    )  # fmt: skip
+
+
 def main() -> None:
     docs = Path(__file__).parent.parent / "docs"
     (docs / "muon_polynomials.svg").write_text(polynomials())
     (docs / "muon_restarts.svg").write_text(restarts())
     (docs / "schedules.svg").write_text(schedules())
+    (docs / "muon_scales.svg").write_text(scales())
+    (docs / "muon_dtypes.svg").write_text(dtypes())
+    (docs / "mup_widths.svg").write_text(widths())
 
 
 if __name__ == "__main__":
