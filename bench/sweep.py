@@ -31,7 +31,7 @@ from stage2_train import sweep
 from stage2_train.build import open_source, train_run
 from stage2_train.config import Source, SweepConfig
 from stage2_train.online import open_online
-from stage2_train.shared_reads import forget
+from stage2_train.shared_reads import forget, shared_folder
 from stage2_train.sweep_job import read_state, run_trial
 
 TRIALS, DOCUMENTS = 8, 16
@@ -102,14 +102,16 @@ def of_limit(folder: Path, cache: Path) -> dict[str, float]:
     """Eight trials each way, and the limit that their parts set."""
     trials = prepared(folder / "sweep", cache, TRIALS)
     online, cached, memory = [], [], []
+    share = shared_folder(folder / "limit")
     for number, trial in enumerate(trials):
         cfg = config(trial, folder / f"online{number}")
         cfg.source = Source.online
         online.append(train_run(cfg))
-        cached.append(run_trial(trial, "cpu", str(folder / "shared"))["result"])
+        cached.append(run_trial(trial, "cpu", share and str(share))["result"])
         cfg = config(trial, folder / f"memory{number}")
         cfg.loader.ram = True
         memory.append(train_run(cfg))
+    forget(share)
     target = statistics.median(result["data_wait"] for result in online)
     train = statistics.median(r["seconds"] - r["data_wait"] for r in memory)
     limit = TRIALS * (target + train) / (target + TRIALS * train)
@@ -161,7 +163,7 @@ def _count(trial: Path, share: str | None, answers: Any) -> None:
 def disk_bytes(folder: Path, cache: Path) -> dict[str, float]:
     """Bytes of two trials at the same time over those of one."""
     trials = prepared(folder / "bytes", cache, 3)
-    share = folder / "shared-bytes"
+    share = shared_folder(folder / "bytes")
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
 
