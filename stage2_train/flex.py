@@ -14,6 +14,7 @@ import torch
 from shared.errors import TrainingError
 from stage2_train import attention
 from stage2_train.geometry import Geometry
+from stage2_train.twins import row_of, worst_difference
 
 LENGTHS = (1, 2, 3, 16, 63, 64, 65, 130)  # documents of the check: around the kernel's tile of 128
 TOLERANCE = 0.02  # relative; a kernel multiplies in tf32, a broken one is off by O(1)
@@ -91,11 +92,8 @@ def check(device: torch.device, head_dim: int, window: int | None, attend=blocks
         TrainingError: it is above the tolerance, or not a number.
     """
     generator = torch.Generator().manual_seed(0)
-    lengths = torch.tensor(LENGTHS)
-    total, heads, shared, block = int(lengths.sum()), 4, 2, 4
-    document_T = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    position_T = torch.arange(total) - (lengths.cumsum(0) - lengths)[document_T]
-    anchor_N = torch.arange(0, total, 5)
+    row, heads, shared, block = row_of(LENGTHS), 4, 2, 4
+    anchor_N = row[2]
     read = int(anchor_N[-1])
 
     def normal(*size):
@@ -104,23 +102,16 @@ def check(device: torch.device, head_dim: int, window: int | None, attend=blocks
     blocks = (len(anchor_N), block)
     inputs = [normal(heads, *blocks), normal(shared, read), normal(shared, read)]
     inputs += [normal(shared, *blocks), normal(shared, *blocks)]
-    weight = normal(heads, *blocks)
-    differentiable = available(device)
-    results = []
-    for function, place, dtype in (
-        (attention.blocks_attend, torch.device("cpu"), torch.float64),
-        (attend, device, torch.float32),
-    ):
-        leaves = [t.to(place, dtype).requires_grad_(differentiable) for t in inputs]
-        geometry = Geometry.of(
-            document_T.to(place), position_T.to(place), anchor_N.to(place), block=block, chunk=32
-        )
-        y = function(*leaves, geometry, window)
-        found = [y]
-        if differentiable:
-            found += torch.autograd.grad((y * weight.to(y)).sum(), leaves)
-        results.append([t.detach().cpu().double() for t in found])
-    worst = max(((a - b).norm() / a.norm()).item() for a, b in zip(*results, strict=True))
+    worst = worst_difference(
+        row,
+        block,
+        inputs,
+        normal(heads, *blocks),
+        lambda leaves, geometry: attention.blocks_attend(*leaves, geometry, window),
+        lambda leaves, geometry: attend(*leaves, geometry, window),
+        device,
+        gradients=available(device),
+    )
     if not worst < TOLERANCE:
         raise TrainingError(
             f"flex attention differs from the reference by {worst:.2g} on {device}",

@@ -14,6 +14,7 @@ import torch
 from shared.errors import TrainingError
 from stage2_train.geometry import Geometry
 from stage2_train.scan import Tokens, read_by_scan
+from stage2_train.twins import CHUNK, row_of, worst_difference
 
 LENGTHS = (1, 2, 3, 16, 63, 64, 65)  # documents of the check: around the kernel's chunk of 64
 TOLERANCE = 0.02  # relative; the kernel multiplies in tf32 or bf16, a broken one is off by O(1)
@@ -90,17 +91,13 @@ def check(device: torch.device, key_dim: int, value_dim: int, op=None) -> float:
         TrainingError: it is above the tolerance, or not a number.
     """
     generator = torch.Generator().manual_seed(0)
-    lengths = torch.tensor(LENGTHS)
-    total, heads, block = int(lengths.sum()), 2, 4
-    document_T = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    position_T = torch.arange(total) - (lengths.cumsum(0) - lengths)[document_T]
-    anchor_N = torch.arange(0, total, 5)
+    row, heads, block = row_of(LENGTHS), 2, 4
+    anchor_N = row[2]
 
     def normal(*size):
         return torch.randn(*size, generator=generator, dtype=torch.float64)
 
-    chunk = 32
-    shape = (int(anchor_N[-1]) // chunk + 1, chunk, heads)
+    shape = (int(anchor_N[-1]) // CHUNK + 1, CHUNK, heads)
     inputs = [
         torch.nn.functional.normalize(normal(*shape, key_dim), dim=-1),
         normal(*shape, value_dim),
@@ -108,22 +105,15 @@ def check(device: torch.device, key_dim: int, value_dim: int, op=None) -> float:
         -normal(*shape).sigmoid(),
         normal(heads, len(anchor_N), block, key_dim) * key_dim**-0.5,
     ]
-    weight = normal(heads, len(anchor_N), block, value_dim)
-    results = []
-    for place, dtype in ((torch.device("cpu"), torch.float64), (device, torch.float32)):
-        leaves = [t.to(place, dtype).requires_grad_() for t in inputs]
-        geometry = Geometry.of(
-            document_T.to(place), position_T.to(place), anchor_N.to(place),
-            block=block, chunk=chunk,
-        )  # fmt: skip
-        context = Tokens(None, *leaves[:4])
-        if dtype is torch.float64:
-            y = read_by_scan(context, leaves[4], geometry)
-        else:
-            y = read_by_kernel(context, leaves[4], geometry, op)
-        grads = torch.autograd.grad((y * weight.to(y)).sum(), leaves)
-        results.append([t.detach().cpu().double() for t in (y, *grads)])
-    worst = max(((a - b).norm() / a.norm()).item() for a, b in zip(*results, strict=True))
+    worst = worst_difference(
+        row,
+        block,
+        inputs,
+        normal(heads, len(anchor_N), block, value_dim),
+        lambda leaves, geometry: read_by_scan(Tokens(None, *leaves[:4]), leaves[4], geometry),
+        lambda leaves, geometry: read_by_kernel(Tokens(None, *leaves[:4]), leaves[4], geometry, op),
+        device,
+    )
     if not worst < TOLERANCE:
         raise TrainingError(
             f"FLA's gated delta rule differs from the reference by {worst:.2g} on {device}",
