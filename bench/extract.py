@@ -48,7 +48,7 @@ def run() -> dict[str, float]:
     """The figures of this part."""
     samples = {sample_id(tokens): tokens for tokens in chats()}
     whole = plan_job([(n, len(t)) for n, t in samples.items()], 5760, 1 << 31, 8192)
-    computed = sum(shard.computed_tokens for shard in whole.shards)
+    computed = whole.computed_tokens(packed=False)
     tokens = sum(shard.num_tokens for shard in whole.shards)
     cfg = compose("extract", ExtractConfig, ["target=smollm2", "cache.root=x", "data.paths=[x]"])
     torch.set_num_threads(max(1, (os.cpu_count() or 1) - 1))

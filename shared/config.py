@@ -298,7 +298,10 @@ class TargetConfig:
     trust_remote_code: bool = opt(False, "run Python code that comes with the model")
     dtype: Dtype = opt(Dtype.bfloat16, "dtype of weights and forward pass")
     attention: str = opt(
-        "sdpa", "attention implementation of transformers (sdpa, eager, flash_attention_2, …)"
+        "auto",
+        "attention implementation of transformers (sdpa, eager, flash_attention_2, …); auto: the "
+        "cache's, else flash_attention_2 where flash-attn is installed and GPU, dtype and model "
+        "fit it, else sdpa",
     )
     device_map: str | None = opt(
         None, "spread a large target over this machine's GPUs, layer by layer (auto, balanced, …)"

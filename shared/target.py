@@ -14,6 +14,7 @@ from shared.config import TapRule, TargetConfig
 from shared.errors import ConfigError, TargetError
 from shared.spec import CaptureSpec
 from shared.target_kernels import (
+    attention_backend,
     computes_fp8,
     conv_backend,
     dispatch_gdn_by_device,
@@ -113,12 +114,16 @@ class TargetInfo:
         kinds = getattr(text_config(self.config), "layer_types", None) or []
         return any("linear" in kind or "mamba" in kind for kind in kinds)
 
+    def attention(self, device: str) -> str:
+        """The attention implementation on this device, by its name."""
+        return attention_backend(self.cfg, device, self.architecture, text_config(self.config))
+
     def backend(self, device: str) -> dict[str, str]:
         """What changes the numbers besides weights and tokens (see CaptureSpec.backend)."""
         backend = {
             "device": str(device).split(":")[0],
             "compute_dtype": self.cfg.dtype.value,
-            "attention": self.cfg.attention,
+            "attention": self.attention(device),
             "quantization": self.quantization,
         }
         if self.quantization == "fp8" and not computes_fp8(device):
@@ -272,7 +277,7 @@ def load_target(cfg: TargetConfig, device: str = "cpu", info: TargetInfo | None 
 
     info = info or describe_target(cfg)
     if info.path is None:
-        model = tiny.build(cfg.model, cfg.dtype.value, cfg.attention)
+        model = tiny.build(cfg.model, cfg.dtype.value, info.attention(device))
     else:
         model = target_files.read_model(info.path, cfg, info, device)
     model = model.eval().requires_grad_(False)

@@ -273,7 +273,7 @@ def read_model(path: Path, cfg: TargetConfig, info: Any, device: str) -> Any:
         return kind.from_pretrained(
             path,
             dtype=getattr(torch, cfg.dtype.value),
-            attn_implementation=cfg.attention,
+            attn_implementation=info.attention(device),
             trust_remote_code=cfg.trust_remote_code or None,
             **where,
         )

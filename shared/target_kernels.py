@@ -1,8 +1,10 @@
 """Which code computes a target's layers on a device: what a CaptureSpec's backend records of it."""
 
 import sys
+from importlib.util import find_spec
 from typing import Any
 
+from shared.config import Dtype, TargetConfig
 from shared.errors import TargetError
 
 GDN_FUNCTIONS = (
@@ -12,6 +14,49 @@ GDN_FUNCTIONS = (
     "causal_conv1d_update",
 )
 FP8_CAPABILITY = (8, 9)  # older GPUs and CPUs compute with dequantised weights
+# What FlashAttention 2 asks for: https://github.com/Dao-AILab/flash-attention
+FLASH_CAPABILITY, FLASH_HEAD_DIM = (8, 0), 256
+
+
+def may_be_flash(cfg: TargetConfig) -> bool:
+    """Whether `attention_backend` can be a flash attention at all; looks at no device."""
+    if cfg.attention != "auto":
+        return cfg.attention.startswith("flash_attention")
+    return cfg.dtype is not Dtype.float32 and find_spec("flash_attn") is not None
+
+
+def attention_backend(
+    cfg: TargetConfig, device: str, architecture: str | None = None, config: Any = None
+) -> str:
+    """The attention implementation that `target.attention` means on this device.
+
+    `auto` is flash_attention_2 where its package is installed and GPU, dtype, model class and head
+    size fit it; else sdpa.
+
+    Args:
+        architecture: the model's class; None: any.
+        config: the decoder's config; None: any.
+    """
+    if cfg.attention != "auto":
+        return cfg.attention
+    if not str(device).startswith("cuda") or not may_be_flash(cfg):
+        return "sdpa"
+    import torch
+    import transformers
+    from transformers.utils.import_utils import is_flash_attn_2_available
+
+    kind = getattr(transformers, architecture, None) if architecture else None
+    fits = architecture is None or getattr(kind, "_supports_flash_attn", False)
+    fits = fits and (config is None or _head_dim(config) <= FLASH_HEAD_DIM)
+    fits = fits and is_flash_attn_2_available()
+    if fits and torch.cuda.get_device_capability(device) >= FLASH_CAPABILITY:
+        return "flash_attention_2"
+    return "sdpa"
+
+
+def _head_dim(config: Any) -> int:
+    stated = getattr(config, "head_dim", None)
+    return int(stated or config.hidden_size // config.num_attention_heads)
 
 
 def computes_fp8(device: str) -> bool:

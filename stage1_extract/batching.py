@@ -9,10 +9,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from shared.config import TargetConfig
 from shared.errors import CacheError, ConfigError, TargetError
 from shared.log import note
 from shared.store import Store
-from shared.target import TargetInfo, load_target
+from shared.target import Target, TargetInfo, choose_device, load_target
+from shared.target_kernels import attention_backend, gdn_backend, may_be_flash
 from stage1_extract.checks import self_test
 from stage1_extract.config import Batching, ExtractConfig
 
@@ -43,18 +45,40 @@ def choose_batching(
     if not is_candidate(info, device) or not cfg.self_test:
         return False
     note(f"loading {info.cfg.name} on {device}")
-    target = load_target(info.cfg, device, info)
+    return keeps_apart(load_target(info.cfg, device, info), samples, last_hidden=cfg.last_hidden)
+
+
+def is_candidate(info: TargetInfo, device: str) -> bool:
+    """Every kind of layer has a kernel that knows where documents end."""
+    return _has_kernels(info.backend(device), info.cfg)
+
+
+def expected_batching(batching: Batching, target: TargetConfig, device: str) -> bool:
+    """What `choose_batching` says for a new cache, as far as that is known without weights.
+
+    `auto` counts on the self-test, and takes any layer for a recurrent one.
+    """
+    if batching is not Batching.auto:
+        return batching is Batching.packed
+    if not may_be_flash(target):
+        return False  # known without torch, which takes seconds to import
+    place = choose_device(device)
+    backend = {"attention": attention_backend(target, place), "gdn": gdn_backend(place)}
+    return _has_kernels(backend, target)
+
+
+def keeps_apart(target: Target, samples: Sequence[np.ndarray], *, last_hidden: bool) -> bool:
+    """Whether the self-test proves packed batches on a loaded target; says why not."""
+    spec = target.info.spec(str(target.device), last_hidden=last_hidden, packed=True)
     try:
-        self_test(target, info.spec(device, last_hidden=cfg.last_hidden, packed=True), samples)
+        self_test(target, spec, samples)
     except TargetError as error:
         note(f"batches are padded: {error}")
         return False
     return True
 
 
-def is_candidate(info: TargetInfo, device: str) -> bool:
-    """Every kind of layer has a kernel that knows where documents end."""
-    backend = info.backend(device)
+def _has_kernels(backend: dict[str, str], target: TargetConfig) -> bool:
     recurrent = backend.get("gdn", "fla").startswith("fla")
     attention = backend["attention"].startswith("flash_attention")
-    return recurrent and attention and info.cfg.tensor_parallel == 1
+    return recurrent and attention and target.tensor_parallel == 1

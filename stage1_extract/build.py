@@ -5,13 +5,12 @@ before the first forward pass; shards before target assets before the snapshot.
 """
 
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from shared import tensor_parallel
-from shared.errors import ConfigError, DrafttapeError, Interrupted
+from shared.errors import CacheError, ConfigError, DrafttapeError, Interrupted
 from shared.log import note
 from shared.recode import check_codec
 from shared.store import Store, check_snapshot_name
@@ -26,14 +25,14 @@ from shared.target import (
     text_config,
 )
 from stage1_extract.batching import choose_batching
-from stage1_extract.checks import self_test
+from stage1_extract.checks import self_test, self_test_samples
 from stage1_extract.config import Executor, ExtractConfig
 from stage1_extract.executors import Deadline, Work, deadline, run_inline, stop_on_signals
 from stage1_extract.frozen import has_assets, write_assets
 from stage1_extract.job import Job
 from stage1_extract.local_workers import run_local, worker_devices
 from stage1_extract.plan import BITS, ShardPlan
-from stage1_extract.prompts import Sample, check_data, prepare
+from stage1_extract.prompts import check_data, prepare
 from stage1_extract.ranks import Ranks, run_rank
 from stage1_extract.ray_actors import run_ray
 from stage1_extract.rows import data_sources
@@ -58,7 +57,7 @@ def extract(cfg: ExtractConfig) -> int:
     stop_at = deadline(cfg.until)
     ranks = _ranks(cfg)
     device = choose_device(cfg.device)
-    info = describe_target(cfg.target)
+    info = _with_attention(cfg, describe_target(cfg.target), device)
     tokenizer = load_tokenizer(cfg.target, info)
     mask_token = mask_token_id(cfg.target, tokenizer)
     vocab_size = int(text_config(info.config).vocab_size)
@@ -68,7 +67,8 @@ def extract(cfg: ExtractConfig) -> int:
             ranks.start(nccl=cfg.target.tensor_parallel > 1 and device.startswith("cuda"))
             stack.callback(ranks.finish)
             device = ranks.device(device)
-        packed = choose_batching(cfg, info, device, _test_samples(prepared.samples))
+        tokens = {sample.id: sample.tokens_T for sample in prepared.samples}
+        packed = choose_batching(cfg, info, device, self_test_samples(tokens))
         spec = info.spec(device, last_hidden=cfg.last_hidden, packed=packed)
         store = _open_store(cfg, spec, ranks)
         check_codec(store, cfg.cache.codec.value)
@@ -77,6 +77,19 @@ def extract(cfg: ExtractConfig) -> int:
         if ranks is not None and ranks.rank:
             return 0
         return finish(job, info, tokenizer, started)
+
+
+def _with_attention(cfg: ExtractConfig, info: TargetInfo, device: str) -> TargetInfo:
+    """The target with its attention by name, also in `cfg`, so that all workers take the same.
+
+    `auto` is what the cache holds already, else what suits the device.
+    """
+    name = info.attention(device)
+    if cfg.target.attention == "auto":
+        with suppress(CacheError):  # a new cache
+            name = Store.open(cfg.cache.root).spec.backend.get("attention", name)
+    cfg.target = replace(cfg.target, attention=name)
+    return replace(info, cfg=cfg.target)
 
 
 def _ranks(cfg: ExtractConfig) -> Ranks | None:
@@ -162,8 +175,8 @@ def capture_missing(
         tensor_parallel.follow(target)
         return
     if cfg.self_test:
-        tokens = _test_samples([job.samples[name] for s in shards for name in s.ids])
-        errors = self_test(target, store.spec, tokens)
+        tokens = {name: job.samples[name].tokens_T for s in shards for name in s.ids}
+        errors = self_test(target, store.spec, self_test_samples(tokens))
         note(f"self-test passed: batched equals alone within {max(errors.values()):.1e}")
     devices = worker_devices(device, cfg.workers)
     if cfg.executor is Executor.ray or (len(devices) > 1 and ranks is None):
@@ -237,9 +250,3 @@ def _run(
         if ranks is None or ranks.rank == 0:
             job.write_rejects()
     return state
-
-
-def _test_samples(samples: list[Sample]) -> list[np.ndarray]:
-    """A few token sequences of different lengths, for the self-test."""
-    ordered = sorted(samples, key=lambda sample: (-len(sample.tokens_T), sample.id))
-    return [ordered[i].tokens_T for i in (0, -1, len(ordered) // 2)]

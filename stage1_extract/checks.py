@@ -3,7 +3,7 @@
 T: tokens; L: states; D: channels.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,12 @@ def finite(hidden_TLD: np.ndarray) -> bool:
         if int((flat[start : start + (1 << 20)] & 0x7FFF).max(initial=0)) >= 0x7F80:
             return False
     return True
+
+
+def self_test_samples(tokens: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    """A few token sequences of different lengths, out of those by sample id."""
+    ordered = sorted(tokens, key=lambda name: (-len(tokens[name]), name))
+    return [tokens[ordered[i]] for i in (0, -1, len(ordered) // 2)]
 
 
 def self_test(target: Target, spec: CaptureSpec, samples: Sequence[np.ndarray]) -> dict[str, float]:

@@ -7,6 +7,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from shared.config import TargetConfig, opt
+from shared.drafter_config import DrafterConfig
 
 
 class Container(Enum):
@@ -172,13 +173,18 @@ class PlanConfig:
     tokens: float | None = opt(
         None, "plan for so many tokens instead of reading data.paths", above=0
     )
-    tokens_per_s: float | None = opt(None, "target speed in tokens/s, for the hours", above=0)
+    tokens_per_s: float | None = opt(
+        None, "target speed in computed tokens/s, pads included, for the hours", above=0
+    )
     last_hidden: bool = opt(False, "also store the post-norm last hidden state")
     shard_bytes: int = opt(2 << 30, "bytes of bf16 hidden states in a shard", low=1)
     batch_tokens: int = opt(8192, "token budget of a forward pass, pads included", low=1)
+    batching: Batching = opt(Batching.auto, "as for extract; without probe, auto trusts the test")
+    drafter: DrafterConfig = opt(DrafterConfig, "the drafter whose size is stated, as for train")
     disk: str | None = opt(None, "directory whose free space is shown")
     probe: bool = opt(False, "load the target and measure its tokens/s for half a minute")
-    device: str = opt("auto", "for probe: auto, cpu, cuda, cuda:N")
+    device: str = opt("auto", "for probe and batching: auto, cpu, cuda, cuda:N")
+    summary: str | None = opt(None, "also write the numbers as JSON here")
     sheet: SheetConfig = opt(SheetConfig, "the bottleneck sheet")
 
 

@@ -38,9 +38,10 @@ class ShardPlan:
     def num_tokens(self) -> int:
         return sum(self.lengths)
 
-    @property
-    def computed_tokens(self) -> int:
-        """Tokens that the target computes in padded batches, pads included."""
+    def computed_tokens(self, packed: bool) -> int:
+        """Tokens that the target computes; pads count where batches are not packed."""
+        if packed:
+            return self.num_tokens
         return sum(self.lengths[start] * (stop - start) for start, stop in self.batches)
 
     def without(self, dropped: set[str]) -> "ShardPlan":
@@ -62,6 +63,10 @@ class JobPlan:
     """Everything an extraction will run."""
 
     shards: tuple[ShardPlan, ...]
+
+    def computed_tokens(self, packed: bool) -> int:
+        """Tokens that the target computes in all shards."""
+        return sum(shard.computed_tokens(packed) for shard in self.shards)
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from shared.capture import capture, pad_batch
+from shared.capture import capture, pack_batch, pad_batch
 from shared.codec import get_codec
-from shared.config import TargetConfig
-from shared.target import Target, load_target
+from shared.target import Target
 from stage1_extract.config import Codec
 from stage1_extract.plan import JobPlan
 
@@ -36,19 +35,21 @@ class Probe:
 
 
 def probe(
-    cfg: TargetConfig,
-    device: str,
+    target: Target,
     job: JobPlan,
     tokens: dict[str, np.ndarray],
     *,
+    packed: bool = False,
     last_hidden: bool = False,
     seconds: float = 30.0,
 ) -> Probe:
     """Runs batches of the plan, spread over it, for about so many seconds.
 
     Batches are cut to fewer samples where the target is so slow that a handful would not fit.
+
+    Args:
+        packed: the plan's batches are packed.
     """
-    target = load_target(cfg, device)
     batches = [shard.ids[a:b] for shard in job.shards for a, b in shard.batches]
     # Steps of the golden ratio: any number of batches is spread evenly over all lengths.
     step = max(1, round(len(batches) * 0.618))
@@ -60,36 +61,38 @@ def probe(
     for turn in range(10**9):
         names = batches[turn * step % len(batches)]
         longest = max(len(tokens[name]) for name in names)
-        names = names[: max(1, limit // longest)]
+        sequences = [tokens[name] for name in names[: max(1, limit // longest)]]
         begin = time.perf_counter()
-        hidden_BTLD, lengths = _states(target, [tokens[name] for name in names], last_hidden)
+        rows, size = _states(target, sequences, packed, last_hidden)
         took = time.perf_counter() - begin
         if turn < 2:  # the first batch warms up, the second one shows how large they may be
-            limit = max(1, int(len(names) * longest * seconds / _LEAST_BATCHES / took))
+            limit = max(1, int(size * seconds / _LEAST_BATCHES / took))
             started = time.perf_counter()
             continue
-        computed += len(names) * longest
+        computed += size
         spent += took
-        kept += [row[:length] for row, length in zip(hidden_BTLD, lengths, strict=True)]
+        kept += rows
         if sum(map(len, kept)) > 2 * _CODEC_TOKENS:
             kept = kept[len(kept) // 2 :]
         if time.perf_counter() - started > seconds and turn > _LEAST_BATCHES:
             break
-    needed = sum(shard.computed_tokens for shard in job.shards)
     real = sum(shard.num_tokens for shard in job.shards)
-    return Probe(real / needed * computed / spent, measured_bits(kept))
+    return Probe(real / job.computed_tokens(packed) * computed / spent, measured_bits(kept))
 
 
 def _states(
-    target: Target, sequences: list[np.ndarray], last_hidden: bool
-) -> tuple[np.ndarray, list[int]]:
-    """uint16 [B, T, L, D] on the host, and the lengths."""
+    target: Target, sequences: list[np.ndarray], packed: bool, last_hidden: bool
+) -> tuple[list[np.ndarray], int]:
+    """uint16 [T, L, D] of each sequence on the host, and how many tokens were computed."""
     import torch
 
-    ids_BT, lengths = pad_batch(sequences, 0)
+    ids_BT, lengths = pack_batch(sequences) if packed else pad_batch(sequences, 0)
     layers = target.info.layer_ids
-    hidden = capture(target, ids_BT.to(target.device), lengths, layers, last_hidden)
-    return hidden.cpu().view(torch.int16).numpy().view(np.uint16), lengths
+    hidden = capture(target, ids_BT.to(target.device), lengths, layers, last_hidden, packed)
+    bits = hidden.cpu().view(torch.int16).numpy().view(np.uint16)
+    if packed:
+        return np.split(bits[0], np.cumsum(lengths)[:-1]), ids_BT.numel()
+    return [row[:length] for row, length in zip(bits, lengths, strict=True)], ids_BT.numel()
 
 
 def measured_bits(states: Sequence[np.ndarray]) -> dict[Codec, float]:

@@ -6,6 +6,7 @@ from enum import Enum
 from omegaconf import MISSING
 
 from shared.config import Dtype, TargetConfig, opt
+from shared.drafter_config import DrafterConfig
 
 
 class OptimizerName(Enum):
@@ -57,37 +58,6 @@ class Cooldown(Enum):
     linear = "linear"
     cosine = "cosine"
     one_minus_sqrt = "one_minus_sqrt"
-
-
-@dataclass
-class DrafterConfig:
-    """The drafter's architecture; null sizes are taken from the target."""
-
-    layer_types: list[str] = opt(
-        ["linear_attention"] * 4 + ["full_attention"],
-        "one of linear_attention, full_attention, sliding_attention per layer",
-    )
-    hidden_size: int | None = opt(None, "width; must equal the target's (shared embedding)")
-    intermediate_size: int = opt(1024, "width of the SwiGLU MLP", low=1)
-    num_attention_heads: int = opt(8, "query heads of attention layers", low=1)
-    num_key_value_heads: int = opt(4, "key/value heads of attention layers", low=1)
-    head_dim: int = opt(64, "head size of attention layers", low=2)
-    linear_num_key_heads: int = opt(8, "key heads of GDN layers", low=1)
-    linear_num_value_heads: int = opt(8, "value heads of GDN layers", low=1)
-    linear_key_head_dim: int = opt(64, "key head size of GDN layers", low=1)
-    linear_value_head_dim: int = opt(64, "value head size of GDN layers", low=1)
-    conv_kernel_size: int = opt(4, "taps of the short convolutions", low=1)
-    block_size: int = opt(16, "tokens of a block: the anchor and block_size-1 masked slots", low=2)
-    sliding_window: int = opt(1024, "window of sliding_attention layers, tokens", low=1)
-    rope_theta: float = opt(10000.0, "base of the rotary embedding of attention layers", above=0)
-    rms_norm_eps: float = opt(1e-6, "epsilon of RMSNorm", low=0)
-    bidirectional_block: bool = opt(False, "GDN layers also read the block from its end")
-    chunk_size: int = opt(32, "chunk of the GDN context scan on CPU", low=1)
-    mask_token_id: int | None = opt(None, "id of MASK; null: the one recorded in the cache")
-    draft_vocabulary: int | None = opt(
-        None, "draft only the training split's so many most frequent tokens; null: all", low=1
-    )
-    init_std: float = opt(0.02, "standard deviation of initial weights", low=0)
 
 
 @dataclass
@@ -321,7 +291,9 @@ class InspectConfig:
     checkpoint: str = opt("last", "last, best or step-NNNNNN; for spectra")
     spectra: bool = opt(True, "singular values of weights and updates by role")
     noise_rows: int = opt(
-        0, "gradient noise scale at the checkpoint, from so many rows of the cache; 0: none", low=0
+        0,
+        "gradient noise scale at the checkpoint, from so many rows, at most an epoch's; 0: none",
+        low=0,
     )
     report: str | None = opt(None, "the HTML page; null: inspect.html in run_dir")
 
@@ -425,6 +397,7 @@ class ExportConfig:
 
     run_dir: str = opt(MISSING, "directory of a run")
     output: str = opt(MISSING, "directory to make; must not exist or be empty")
+    cache: str | None = opt(None, "the run's cache, if it has moved since")
     checkpoint: str = opt("last", "last, best or step-NNNNNN")
     layout: Layout = opt(Layout.auto, "names and configuration of the exported model")
     dtype: Dtype = opt(Dtype.bfloat16, "dtype of the exported weights")

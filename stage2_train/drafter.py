@@ -13,15 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from shared.drafter_config import DrafterConfig, check_drafter
 from shared.errors import ConfigError
 from stage2_train.attention import BlockAttention, CacheState
-from stage2_train.config import DrafterConfig
-from stage2_train.geometry import GAP, Context, Geometry
+from stage2_train.geometry import Context, Geometry
 from stage2_train.layers import MLP, Linear, RMSNorm
 from stage2_train.mixer import GDNMixer, MixerState
 from stage2_train.scan import read_by_scan
-
-LAYER_TYPES = ("linear_attention", "full_attention", "sliding_attention")
 
 
 class DrafterLayer(nn.Module):
@@ -83,7 +81,7 @@ class Drafter(nn.Module):
 
     def __init__(self, cfg: DrafterConfig, num_states: int, target_hidden: int) -> None:
         super().__init__()
-        _check(cfg, num_states, target_hidden)
+        check_drafter(cfg, num_states, target_hidden)
         self.cfg, self.num_states, self.hidden_size = cfg, num_states, target_hidden
         self.compute_dtype: torch.dtype | None = None  # None: that of the weights
         self.fc = Linear(num_states * target_hidden, target_hidden)
@@ -215,36 +213,3 @@ class Drafter(nn.Module):
         for layer, layer_state in zip(self.layers, state.layers, strict=True):
             x_1BD = layer.draft(layer_state, x_1BD)
         return self.norm(x_1BD[0])
-
-
-def _check(cfg: DrafterConfig, num_states: int, target_hidden: int) -> None:
-    unknown = [kind for kind in cfg.layer_types if kind not in LAYER_TYPES]
-    if unknown or not cfg.layer_types:
-        raise ConfigError(
-            f"{unknown[0]!r} is no layer type" if unknown else "there are no layers",
-            where="drafter.layer_types", do=f"Choose from {', '.join(LAYER_TYPES)}",
-        )  # fmt: skip
-    if cfg.hidden_size not in (None, target_hidden):
-        raise ConfigError(
-            f"{cfg.hidden_size} is not the target's width {target_hidden}",
-            where="drafter.hidden_size", do="Leave it null: the embedding and head are shared",
-        )  # fmt: skip
-    if num_states < 1:
-        raise ConfigError("the cache holds no tapped states", where="drafter")
-    for many, few in (
-        ("num_attention_heads", "num_key_value_heads"),
-        ("linear_num_value_heads", "linear_num_key_heads"),
-    ):
-        if getattr(cfg, few) < 1 or getattr(cfg, many) % getattr(cfg, few):
-            raise ConfigError(
-                f"{getattr(cfg, many)} heads can't share {getattr(cfg, few)}",
-                where=f"drafter.{few}",
-            )
-    if cfg.block_size < 2:
-        raise ConfigError("a block needs at least one masked slot", where="drafter.block_size")
-    if not 1 <= cfg.conv_kernel_size <= GAP + 1:
-        raise ConfigError(
-            f"convolutions have 1 to {GAP + 1} taps", where="drafter.conv_kernel_size"
-        )
-    if cfg.head_dim % 2:
-        raise ConfigError("an odd head can't be rotated", where="drafter.head_dim")

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from shared.config import compose
+from shared.drafter_config import drafter_size
 from shared.errors import ConfigError
 from stage2_train import config
 from stage2_train.attention import attention_groups, block_mask, blocks_attend
@@ -137,12 +138,36 @@ def test_grouped_attention_equals_one_dense_mask(window):
     torch.testing.assert_close(grouped.flatten(1, 2), dense)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"layer_types": ["linear_attention"], "conv_kernel_size": 2},
+        {"layer_types": ["full_attention", "sliding_attention"], "num_key_value_heads": 1},
+        {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 6},
+        {"draft_vocabulary": 7, "bidirectional_block": True},
+    ],
+)
+def test_the_stated_size_is_the_built_drafters(changes):
+    drafter = tiny(**changes)
+    size = drafter_size(drafter.cfg, STATES, WIDTH)
+    assert size.total == sum(p.numel() for p in drafter.parameters())
+    mixers = {"linear_attn": 0, "self_attn": 0, "mlp": 0}
+    for name, parameter in drafter.layers.named_parameters():
+        part = name.split(".")[1]
+        if part in mixers:
+            mixers[part] += parameter.numel()
+    assert list(mixers.values()) == [size.gdn, size.attention, size.mlp]
+    assert size.fc == drafter.fc.weight.numel()
+
+
 def test_size_for_qwen3_6_27b():
     cfg = compose("train", config.TrainConfig, ["drafter=qwen3_6_27b", "run_dir=x", "cache.root=x"])
     with torch.device("meta"):
         drafter = Drafter(cfg.drafter, 5, 5120)
     count = sum(p.numel() for p in drafter.parameters())
     assert abs(count - 1.731e9) < 1.731e6
+    assert drafter_size(cfg.drafter, 5, 5120).total == count
 
 
 def test_every_matrix_has_its_parts():

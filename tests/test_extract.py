@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -199,6 +200,17 @@ def test_trap_12_another_spec_is_refused_naming_the_field(tmp_path, override, fi
     with pytest.raises(MismatchError, match=field):
         extract(config(tmp_path, "data.limit=2", override))
     assert tree(tmp_path / "cache") == before
+
+
+def test_attention_auto_goes_on_with_what_the_cache_holds(tmp_path):
+    cfg = config(tmp_path)
+    info = describe_target(cfg.target)
+    assert build._with_attention(cfg, info, "cpu").cfg.attention == "sdpa"
+    assert cfg.target.attention == "sdpa"  # what workers are sent
+    eager = replace(info, cfg=replace(info.cfg, attention="eager"))
+    Store.create(tmp_path / "cache", eager.spec("cpu"))
+    for words, name in (([], "eager"), (["target.attention=sdpa"], "sdpa")):
+        assert build._with_attention(config(tmp_path, *words), info, "cpu").cfg.attention == name
 
 
 @pytest.mark.slow

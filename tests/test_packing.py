@@ -97,7 +97,8 @@ def test_auto_packs_only_where_every_layer_has_a_kernel_for_it(tmp_path, monkeyp
     wanted = ExtractConfig(
         target=cfg, data=DataConfig(), cache=CacheConfig(root=str(tmp_path / "cache"))
     )
-    monkeypatch.setattr(batching, "load_target", lambda *args: None)
+    loaded = SimpleNamespace(info=info, device="cuda")
+    monkeypatch.setattr(batching, "load_target", lambda *args: loaded)
     monkeypatch.setattr(batching, "self_test", lambda *args: {})
     assert choose_batching(wanted, info, "cuda", []) is True
 

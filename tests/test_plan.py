@@ -10,12 +10,14 @@ import pytest
 from shared.config import compose
 from shared.errors import ConfigError
 from shared.sample import sample_id
+from shared.tiny import byte_tokenizer
 from stage1_extract import plan_word
 from stage1_extract.bottleneck import lines, sheet
-from stage1_extract.config import PlanConfig
-from stage1_extract.plan import JobPlan, job_id, plan_batches, plan_job
+from stage1_extract.config import DataConfig, PlanConfig
+from stage1_extract.plan import JobPlan, job_id, pack_batches, plan_batches, plan_job
 from stage1_extract.plan_word import histogram, plan, size_text
 from stage1_extract.probe import probe
+from stage1_extract.prompts import prepare
 
 
 def job(count: int = 300, seed: int = 0):
@@ -84,7 +86,7 @@ def test_a_plan_survives_json_and_dropping_samples():
 def test_padding_waste_is_small_even_with_few_samples_a_batch():
     planned = plan_job(job(2000), 1, 10**9, 8192)
     tokens = sum(shard.num_tokens for shard in planned.shards)
-    computed = sum(shard.computed_tokens for shard in planned.shards)
+    computed = planned.computed_tokens(packed=False)
     assert 1 - tokens / computed <= 0.03
 
 
@@ -111,19 +113,32 @@ def test_a_drafter_bound_pipeline_is_told_what_a_faster_step_gains():
         sheet(0.0, 1.0, 1, 1, 1, 1, 1)
 
 
-def test_plan_of_the_27b_target_needs_no_weights(capsys, monkeypatch):
+def test_plan_of_the_27b_target_needs_no_weights(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr("shared.target_files.locate", lambda *a, **k: pytest.fail("no files"))
-    cfg = compose("plan", PlanConfig, ["target=qwen3_6_27b", "tokens=1.67e9", "tokens_per_s=16000"])
+    summary = tmp_path / "plan.json"
+    words = ["target=qwen3_6_27b", "tokens=1.67e9", "tokens_per_s=16000"]
+    cfg = compose("plan", PlanConfig, [*words, "drafter=qwen3_6_27b", f"summary={summary}"])
     assert plan(cfg) == 0
     shown = capsys.readouterr().out
     assert "1, 16, 31, 46, 61" in shown
     assert "85.5 TB of bf16, 51,200 bytes a token" in shown
     assert "61.5 TB" in shown
     assert "28.99 at 16,000 tokens/s" in shown
+    assert "drafter   1.731 B trainable: fc 131.1 M, GDN 210.5 M, attention 52.43 M, MLP" in shown
+    assert "6.9 GB of float32 weights, 3.5 GB exported as bf16" in shown
+    numbers = json.loads(summary.read_text())
+    assert abs(numbers["drafter"]["parameters"] - 1.731e9) < 1.731e6
+    assert sum(numbers["drafter"]["parts"].values()) == numbers["drafter"]["parameters"]
+    assert numbers["raw_bytes"] == 85.504e12
+    assert numbers["codecs"]["int8"]["bytes"] < numbers["codecs"]["lossless"]["bytes"] < 62e12
+    assert "made for this target" not in shown
+    cfg.drafter.hidden_size = None
+    assert plan(cfg) == 0
+    assert "drafter=qwen3_6_27b is the one made for this target" in capsys.readouterr().out
 
 
 def test_plan_reads_data_with_the_tokenizer_alone(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("shared.target.load_target", lambda *a, **k: pytest.fail("no weights"))
+    monkeypatch.setattr(plan_word, "load_target", lambda *a, **k: pytest.fail("no weights"))
     path = tmp_path / "x.jsonl"
     rows = [{"prompt": "p" * i, "completion": "yes"} for i in range(1, 40)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "oops\n")
@@ -136,6 +151,30 @@ def test_plan_reads_data_with_the_tokenizer_alone(tmp_path, capsys, monkeypatch)
         plan(compose("plan", PlanConfig, ["target=tiny_qwen3_5"]))
 
 
+def test_packed_batches_are_counted_as_packed_ones(tmp_path, capsys):
+    path, summary = tmp_path / "x.jsonl", tmp_path / "plan.json"
+    rows = [{"prompt": "p" * 9 * i, "completion": "yes"} for i in range(1, 40)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["target=tiny_qwen3_5", f"data.paths=[{path}]", f"summary={summary}"]
+    words += ["batch_tokens=1000", "tokens_per_s=10"]
+    found = {}
+    for batching in ("padded", "packed"):
+        assert plan(compose("plan", PlanConfig, [*words, f"batching={batching}"])) == 0
+        assert f"{batching} in 1 shards" in capsys.readouterr().out
+        found[batching] = json.loads(summary.read_text())
+    padded, packed = found["padded"], found["packed"]
+    lengths = sorted((len(sample.tokens_T) for sample in prepared_samples(path)), reverse=True)
+    assert packed["batches"] == len(pack_batches(lengths, 1000)) < padded["batches"]
+    assert packed["computed_tokens"] == packed["tokens"] == sum(lengths)
+    assert packed["hours"] == pytest.approx(sum(lengths) / 10 / 3600)
+    assert padded["computed_tokens"] > padded["tokens"] == sum(lengths)
+    assert padded["hours"] == pytest.approx(padded["computed_tokens"] / 10 / 3600)
+
+
+def prepared_samples(path):
+    return prepare(DataConfig(paths=[str(path)]), byte_tokenizer()).samples
+
+
 @pytest.mark.slow
 def test_a_probe_measures_speed_and_bits_on_the_plans_own_batches(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(plan_word, "probe", functools.partial(probe, seconds=0.2))
@@ -143,8 +182,9 @@ def test_a_probe_measures_speed_and_bits_on_the_plans_own_batches(tmp_path, caps
     rows = [{"prompt": "p" * i, "completion": "yes"} for i in range(1, 60)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     overrides = ["target=tiny_qwen3_5", "batch_tokens=512", "probe=true"]
-    for data in (f"data.paths=[{path}]", "tokens=1e6"):
-        assert plan(compose("plan", PlanConfig, [*overrides, data])) == 0
+    packed = ["target.model=random://qwen3", "batching=packed", "tokens=1e6"]
+    for words in ([f"data.paths=[{path}]"], ["tokens=1e6"], packed):
+        assert plan(compose("plan", PlanConfig, [*overrides, *words])) == 0
         shown = capsys.readouterr().out
         assert shown.count("(measured: ") == 7
         assert re.search(r"hours +[\d.]+ at [\d,]+ tokens/s", shown)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shared import target as target_module
-from shared import target_files, tiny
+from shared import target_files, target_kernels, tiny
 from shared.capture import capture, pad_batch
 from shared.config import Dtype, TapRule, TargetConfig
 from shared.errors import ConfigError, DrafttapeError, MismatchError, TargetError
@@ -307,3 +307,26 @@ def test_trap_43_the_mask_token_is_explicit_and_unused():
     for text, part in (("<|im_end|>", "pad, start or end"), ("nonsense", "not one token")):
         with pytest.raises(TargetError, match=part):
             mask_token_id(replace(cfg, mask_token=text), tokenizer)
+
+
+def test_attention_auto_is_recorded_by_the_name_of_what_it_picks(monkeypatch):
+    info = describe_target(TargetConfig(name="q", model="random://qwen3_5", num_taps=3))
+    named = replace(info, cfg=replace(info.cfg, attention="sdpa"))
+    assert info.backend("cpu")["attention"] == "sdpa"
+    assert info.spec("cpu").digest == named.spec("cpu").digest
+    # A GPU that has it, as far as transformers and torch can tell.
+    monkeypatch.setattr(target_kernels, "find_spec", lambda name: name)
+    monkeypatch.setattr("transformers.utils.import_utils.is_flash_attn_2_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert info.attention("cuda:1") == "flash_attention_2"
+    assert named.attention("cuda:1") == "sdpa"
+    assert replace(named, cfg=replace(info.cfg, attention="eager")).attention("cuda") == "eager"
+    for changes in (
+        {"cfg": replace(info.cfg, dtype=Dtype.float32)},
+        {"architecture": "ModelThatTransformersHasNot"},
+        {"config": SimpleNamespace(get_text_config=lambda **k: SimpleNamespace(head_dim=512))},
+    ):
+        assert replace(info, **changes).attention("cuda") == "sdpa"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert info.attention("cuda") == "sdpa"
+    assert info.attention("cpu") == "sdpa"
