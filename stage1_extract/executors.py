@@ -1,8 +1,11 @@
 """Who runs the shards of a job. One worker code; work is handed out shard by shard.
 
-`run_inline` runs them in this process; `local_workers` and `ranks` in several. Whoever runs a shard
-makes the same bytes. Stopping is asked for by an event: shards in hand are finished and committed,
-the rest stays for the next run.
+`run_inline` runs them in this process; `local_workers`, `ranks` and `ray_actors` in several.
+Whoever runs a shard makes the same bytes. Stopping is asked for by an event: shards in hand are
+finished and committed, the rest stays for the next run.
+
+A shard in hand is claimed by a lock file, so that two runs into one cache share the work: what
+another run has in hand comes last, and is found committed then.
 """
 
 import contextlib
@@ -10,17 +13,23 @@ import datetime
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from shared.config import TargetConfig
 from shared.errors import ConfigError
+from shared.fs import Lock, disk_errors
+from shared.log import note
 from shared.store import Store
 from shared.target import Target
 from stage1_extract.plan import ShardPlan
 from stage1_extract.worker import ShardResult, Worker
+
+POLL_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -42,14 +51,74 @@ class Work:
     finished: Callable[[str, ShardResult], None]
 
 
+class Claims:
+    """The shards that this process has in hand, as locks that others see; a kill lets go of them.
+
+    Behind a URL there are no locks: two runs do the same work twice there, to the same bytes.
+
+    Args:
+        tell: say so when all that is left is in the hands of others.
+    """
+
+    def __init__(self, store: Store, *, tell: bool = True) -> None:
+        self._folder = None if "://" in store.root else Path(store.root) / "shards"
+        self._held: dict[str, Lock] = {}
+        self._told = not tell
+
+    def first(self, waiting: deque[ShardPlan]) -> ShardPlan | None:
+        """Claims the first shard that nobody has in hand, out of the queue; None: there is none."""
+        for shard in waiting:
+            if self._take(shard.ids[0]):
+                waiting.remove(shard)
+                return shard
+        if waiting and not self._told and not self._held:
+            self._told = True
+            note("the shards that are left are in the hands of another run; waiting for it")
+        return None
+
+    def release(self, shard: ShardPlan) -> None:
+        """The shard is committed, or goes back into the queue."""
+        if lock := self._held.pop(shard.ids[0], None):
+            lock.release()
+
+    def close(self) -> None:
+        """Lets go of all."""
+        while self._held:
+            self._held.popitem()[1].release()
+
+    def _take(self, name: str) -> bool:
+        if self._folder is None:
+            return True
+        with disk_errors(self._folder):
+            lock = Lock.take(self._folder / f".claim-{name}", wait=False)
+        if lock is not None:
+            self._held[name] = lock
+        return lock is not None
+
+
+def in_turn(
+    store: Store, work: Work, shards: Sequence[ShardPlan], worker: str, *, tell: bool = True
+) -> Iterator[ShardPlan]:
+    """One claimed shard after another, until done or stopped. To be closed: it holds a claim."""
+    claims, waiting = Claims(store, tell=tell), deque(shards)
+    with contextlib.closing(claims):
+        while waiting and not work.stop.is_set():
+            shard = claims.first(waiting)
+            if shard is None:
+                work.advance(worker, 0)  # a sign of life
+                work.stop.wait(POLL_S)
+                continue
+            yield shard
+            claims.release(shard)
+
+
 def run_inline(store: Store, target: Target, work: Work) -> None:
     """Runs shards one after another in this process until done or stopped."""
     worker, name = Worker(store, target, work.codec, work.container), str(target.device)
-    for shard in work.shards:
-        if work.stop.is_set():
-            return
-        result = worker.run(shard, work.tokens, lambda count: work.advance(name, count))
-        work.finished(name, result)
+    with contextlib.closing(in_turn(store, work, work.shards, name)) as shards:
+        for shard in shards:
+            result = worker.run(shard, work.tokens, lambda count: work.advance(name, count))
+            work.finished(name, result)
 
 
 @contextlib.contextmanager
@@ -61,7 +130,8 @@ def stop_on_signals(note: Callable[[str], None]) -> Iterator[threading.Event]:
         if event.is_set():
             raise KeyboardInterrupt
         event.set()
-        note(f"{signal.Signals(number).name}: finishing the shard in hand, then stopping")
+        with contextlib.suppress(RuntimeError):  # the signal came inside a write to stderr
+            note(f"{signal.Signals(number).name}: finishing the shard in hand, then stopping")
 
     if threading.current_thread() is not threading.main_thread():
         yield event

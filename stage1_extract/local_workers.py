@@ -6,6 +6,7 @@ threads don't survive a fork.
 """
 
 import multiprocessing
+import time
 from collections import Counter, deque
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -15,10 +16,11 @@ from shared.config import TargetConfig
 from shared.errors import DrafttapeError, TargetError
 from shared.log import note
 from shared.store import Store
-from stage1_extract.executors import Work
+from stage1_extract.executors import POLL_S, Claims, Work
 from stage1_extract.plan import ShardPlan
 
 _DEATHS_PER_SHARD = 3
+_GRACE_S = 5.0  # for workers to end by themselves
 
 
 @dataclass
@@ -35,8 +37,8 @@ class _Process:
 
 
 def worker_devices(device: str, workers: int) -> list[str]:
-    """One device a worker: GPUs in turn, or the CPU for all."""
-    if not device.startswith("cuda"):
+    """One device a worker: GPUs in turn; the CPU, or the GPU that is named, for all."""
+    if not device.startswith("cuda") or ":" in device:
         return [device] * max(1, workers)
     import torch
 
@@ -50,7 +52,7 @@ def run_local(store: Store, devices: list[str], work: Work) -> None:
     Raises:
         DrafttapeError: what a worker raised, or that workers keep dying.
     """
-    waiting = deque(work.shards)
+    waiting, claims = deque(work.shards), Claims(store)
     deaths: Counter[tuple[str, ...]] = Counter()
     context = multiprocessing.get_context("spawn")
     running: list[_Process] = []
@@ -59,17 +61,20 @@ def run_local(store: Store, devices: list[str], work: Work) -> None:
             running.append(_start(context, number, device, len(devices), store, work))
         while any(item.shard for item in running) or (waiting and not work.stop.is_set()):
             for item in running:
-                if item.ready and item.shard is None and waiting and not work.stop.is_set():
-                    _hand_out(item, waiting.popleft(), work)
+                work.advance(item.name, 0)  # a sign of life while targets load
+                free = item.ready and item.shard is None and not work.stop.is_set()
+                if free and (shard := claims.first(waiting)) is not None:
+                    _hand_out(item, shard, work)
             pipes: list[Any] = [item.pipe for item in running]
-            wait([*pipes, *(item.process.sentinel for item in running)], timeout=0.5)
+            wait([*pipes, *(item.process.sentinel for item in running)], timeout=POLL_S)
             for position, item in enumerate(running):
-                alive = _drain(item, work)
+                alive = _drain(item, work, claims)
                 if alive and item.process.is_alive():
                     continue
                 if item.shard is not None:
                     deaths[item.shard.ids] += 1
                     waiting.appendleft(item.shard)
+                    claims.release(item.shard)
                     work.advance(item.name, -item.advanced)
                     count = deaths[item.shard.ids]
                 else:
@@ -90,11 +95,13 @@ def run_local(store: Store, devices: list[str], work: Work) -> None:
     finally:
         for item in running:
             item.pipe.close()
+        end = time.monotonic() + _GRACE_S
         for item in running:
-            item.process.join(timeout=5)
+            item.process.join(timeout=max(0.0, end - time.monotonic()))
             if item.process.is_alive():
                 item.process.kill()
                 item.process.join()
+        claims.close()
 
 
 def _start(
@@ -121,7 +128,7 @@ def _hand_out(item: _Process, shard: ShardPlan, work: Work) -> None:
         return  # it is dead: the loop sees it
 
 
-def _drain(item: _Process, work: Work) -> bool:
+def _drain(item: _Process, work: Work, claims: Claims) -> bool:
     """Takes all messages of a worker; false when its pipe has ended."""
     try:
         while item.pipe.poll():
@@ -132,6 +139,8 @@ def _drain(item: _Process, work: Work) -> bool:
                 item.advanced += value
                 work.advance(item.name, value)
             elif kind == "done":
+                if item.shard is not None:
+                    claims.release(item.shard)
                 item.shard = None
                 work.finished(item.name, value)
             else:

@@ -5,17 +5,16 @@ the rejects and the snapshot; ranks meet over gloo at the start and at the end. 
 ends the launcher non-zero; committed shards stay.
 """
 
+import contextlib
 import datetime
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from shared.errors import ConfigError
-from shared.fs import Lock
 from shared.store import Store
 from shared.target import Target
-from stage1_extract.executors import Work
+from stage1_extract.executors import Work, in_turn
 from stage1_extract.worker import ShardResult, Worker
 
 
@@ -59,6 +58,9 @@ class Ranks:
         """
         import torch.distributed as dist
 
+        # Under SLURM transformers finds the place of a split target's rank here too.
+        place = {"RANK": self.rank, "WORLD_SIZE": self.size, "LOCAL_RANK": self.local_rank}
+        os.environ.update({key: str(value) for key, value in place.items()})
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if nccl else "gloo",
             rank=self.rank,
@@ -102,22 +104,26 @@ def run_rank(store: Store, target: Target, work: Work, ranks: Ranks) -> list[Sha
         )
     worker = Worker(store, target, work.codec, work.container)
     name, results = f"rank {ranks.rank}", []
-    for position in range(len(work.shards)):
-        # Each rank starts elsewhere, so that they seldom ask for the same shard.
-        index = (position + ranks.rank * len(work.shards) // ranks.size) % len(work.shards)
-        shard = work.shards[index]
-        if work.stop.is_set():
-            break
-        claim = Lock.take(Path(store.root) / "shards" / f".claim-{shard.ids[0]}", wait=False)
-        if claim is None:
-            continue
-        try:
-            if shard.ids[0] in store.committed():
-                continue
+    # Each rank starts elsewhere, so that they seldom ask for the same shard.
+    first = ranks.rank * len(work.shards) // ranks.size
+    order = [*work.shards[first:], *work.shards[:first]]
+    with contextlib.closing(in_turn(store, work, order, name, tell=False)) as shards:
+        for shard in shards:
+            index = store.committed()
+            if any(sample in index for sample in shard.ids):
+                continue  # another rank's
             result = worker.run(shard, work.tokens, lambda count: work.advance(name, count))
-        finally:
-            claim.release()
-        results.append(result)
-        work.finished(name, result)
-    gathered = ranks.gather(results)
-    return [result for part in gathered for result in part]
+            results.append(result)
+            work.finished(name, result)
+    results = [result for part in ranks.gather(results) for result in part]
+    return results + _of_others(store, work, results)
+
+
+def _of_others(store: Store, work: Work, results: list[ShardResult]) -> list[ShardResult]:
+    """Shards that another run has committed meanwhile."""
+    ours, index = {result.shard.ids for result in results}, store.committed()
+    return [
+        ShardResult(shard, index[shard.ids[0]][0], 0.0, ran=False)
+        for shard in work.shards
+        if shard.ids not in ours and all(name in index for name in shard.ids)
+    ]

@@ -8,8 +8,10 @@ loses three actors ends the run. What was committed stays.
 import contextlib
 import os
 import signal
+import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,11 +20,12 @@ from shared.config import TargetConfig
 from shared.errors import ConfigError, DrafttapeError, TargetError
 from shared.log import note
 from shared.store import Store
-from stage1_extract.executors import Work
+from stage1_extract.executors import POLL_S, Claims, Work
 from stage1_extract.plan import ShardPlan
 from stage1_extract.worker import ShardResult
 
 _DEATHS_PER_SHARD = 3
+_EVERY_S = 60.0
 
 
 class Actor:
@@ -56,11 +59,15 @@ def run_ray(store: Store, work: Work, device: str, workers: int, address: str | 
         address: of a running cluster; None starts Ray on this machine.
 
     Raises:
-        ConfigError: Ray isn't installed, or no cluster is at the address.
+        ConfigError: Ray isn't installed, no cluster is at the address, or no node of it has room
+            for an actor.
         DrafttapeError: what an actor raised, or that actors keep dying.
     """
     gpu = device.startswith("cuda")
-    with _cluster(address, workers) as ray:
+    with _cluster(address, workers) as ray, contextlib.closing(Claims(store)) as claims:
+        needs = {"CPU": 1, "GPU": 1} if gpu else {"CPU": 1}
+        placement = _Placement(ray, needs, address)
+        placement.check()
         count = workers or int(ray.cluster_resources().get("GPU", 0)) or 1
         remote = ray.remote(num_gpus=int(gpu), num_cpus=1)(Actor)
         arguments = (store.root, work.target, "cuda" if gpu else device, work.codec, work.container)
@@ -72,19 +79,30 @@ def run_ray(store: Store, work: Work, device: str, workers: int, address: str | 
         def start(name: str) -> None:
             actor = remote.remote(*arguments)
             names[actor] = name
+            placement.queued.append(actor.__ray_ready__.remote())
             tasks[actor.load.remote()] = (actor, None)
 
         try:
             for number in range(max(1, min(count, len(waiting)))):
                 start(f"actor {number}")
             while any(shard for _, shard in tasks.values()) or (waiting and not work.stop.is_set()):
-                while idle and waiting and not work.stop.is_set():
-                    actor, shard = idle.pop(), waiting.popleft()
+                while idle and not work.stop.is_set():
+                    if (shard := claims.first(waiting)) is None:
+                        break
+                    actor = idle.pop()
                     tokens = {name: work.tokens[name] for name in shard.ids}
                     tasks[actor.run.remote(shard, tokens)] = (actor, shard)
-                ready, _ = ray.wait(list(tasks), timeout=0.5)
+                for name in names.values():
+                    work.advance(name, 0)  # a sign of life
+                placement.look()
+                if not tasks:
+                    work.stop.wait(POLL_S)
+                    continue
+                ready, _ = ray.wait(list(tasks), timeout=POLL_S)
                 for call in ready:
                     actor, shard = tasks.pop(call)
+                    if shard is not None:
+                        claims.release(shard)
                     try:
                         result = ray.get(call)
                     except ray.exceptions.RayActorError:
@@ -99,12 +117,57 @@ def run_ray(store: Store, work: Work, device: str, workers: int, address: str | 
                     except ray.exceptions.RayTaskError as error:
                         raise _cause(error) from None
                     if shard is not None:
-                        work.advance(names[actor], shard.num_tokens)
+                        if result.ran:
+                            work.advance(names[actor], shard.num_tokens)
                         work.finished(names[actor], result)
                     idle.append(actor)
         finally:
             for actor in names:
                 ray.kill(actor)
+
+
+@dataclass
+class _Placement:
+    """Whether Ray finds nodes for the actors: it lets those it can't place wait without a word.
+
+    Args:
+        needs: resources of an actor.
+        queued: calls that return once their actor has a node.
+    """
+
+    ray: Any
+    needs: dict[str, int]
+    address: str | None
+    queued: list[Any] = field(default_factory=list)
+    told_at: float = field(default_factory=time.monotonic)
+
+    def check(self) -> None:
+        """
+        Raises:
+            ConfigError: no node has, even when nothing else runs on it, what an actor needs.
+        """
+        nodes = [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
+        if any(all(has.get(key, 0) >= n for key, n in self.needs.items()) for has in nodes):
+            return
+        wanted = " and ".join(f"{n} {key}" for key, n in self.needs.items())
+        there = "; ".join(", ".join(f"{has.get(k, 0):g} {k}" for k in self.needs) for has in nodes)
+        raise ConfigError(
+            f"an actor needs {wanted}, and no node of the Ray cluster has that "
+            f"(its nodes have {there or 'gone'})",
+            where=f"ray_address={self.address}",
+            do="Start such a node (ray start --address=… --num-gpus=N), or choose another device",
+        )
+
+    def look(self) -> None:
+        """Says once a minute how many actors wait for room."""
+        if not self.queued or time.monotonic() - self.told_at < _EVERY_S:
+            return
+        self.told_at = time.monotonic()
+        _, self.queued = self.ray.wait(self.queued, num_returns=len(self.queued), timeout=0)
+        if self.queued:
+            self.check()  # nodes may have gone
+            what = " and ".join(self.needs)
+            note(f"{len(self.queued)} actors wait for a node with a free {what}")
 
 
 @contextlib.contextmanager

@@ -73,7 +73,9 @@ class Status:
         mine["shards"] += 1
         self.state["shards"] += 1
         self.state["rejects"] += len(result.bad)
-        if result.shard_id is not None:
+        if not result.ran:
+            self.advance(worker, result.shard.num_tokens)
+        elif result.shard_id is not None:
             self.state["bytes_written"] += self.store.shard(result.shard_id).stored_bytes
         written = self.state["bytes_written"] / 1e6
         self.bar.set_postfix_str(

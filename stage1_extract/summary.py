@@ -14,7 +14,9 @@ from stage1_extract.prompts import reasons
 
 def finish(job: Job, info: TargetInfo, tokenizer: Any, started: float) -> int:
     """Writes rejects and the snapshot; prints the summary; returns the exit code."""
-    prepared, store, results = job.prepared, job.store, job.results
+    prepared, store = job.prepared, job.store
+    results = [result for result in job.results if result.ran]
+    reused = job.num_reused + sum(len(r.shard.ids) for r in job.results if not r.ran)
     job.write_rejects()
     kept = [sample for sample in prepared.samples if sample.id not in job.bad]
     rejects = job.rejects()
@@ -28,7 +30,7 @@ def finish(job: Job, info: TargetInfo, tokenizer: Any, started: float) -> int:
     for reason, count in reasons(rejects):
         say(f"          {count:,} x {reason}")
     held = sum(sample.split == "heldout" for sample in kept)
-    say(f"samples   {num_run:,} run, {job.num_reused:,} in the cache before; {held:,} held out")
+    say(f"samples   {num_run:,} run, {reused:,} in the cache before; {held:,} held out")
     tokens = sum(len(sample.tokens_T) for sample in kept)
     supervised = sum(int(sample.mask_T.sum()) for sample in kept)
     say(f"tokens    {tokens:,}, {supervised:,} supervised")

@@ -30,12 +30,16 @@ _QUEUED_BATCHES = 2
 
 @dataclass
 class ShardResult:
-    """What became of a shard: `bad` maps a sample id to why it was left out."""
+    """What became of a shard: `bad` maps a sample id to why it was left out.
+
+    `ran` is false for a shard that another run had committed when its turn came.
+    """
 
     shard: ShardPlan
     shard_id: str | None
     seconds: float
     bad: dict[str, str] = field(default_factory=dict)
+    ran: bool = True
 
 
 class Worker:
@@ -75,7 +79,8 @@ class Worker:
             samples = [(name, tokens[name]) for name in rest.ids]
             writer = self.store.write_shard(samples, self.codec, self.container)
             if self.store.has_shard(writer.shard_id):
-                return ShardResult(shard, writer.shard_id, time.perf_counter() - started, bad)
+                seconds = time.perf_counter() - started
+                return ShardResult(shard, writer.shard_id, seconds, bad, ran=bool(bad))
             found = self._attempt(writer, rest, tokens, advance)
             if not found:
                 return ShardResult(shard, writer.shard_id, time.perf_counter() - started, bad)

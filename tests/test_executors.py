@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import subprocess
 import sys
 import threading
@@ -19,11 +20,12 @@ import pytest
 
 from shared.config import TargetConfig, compose
 from shared.errors import CacheError, ConfigError, Interrupted, TargetError
+from shared.fs import Lock
 from shared.store import Store
-from stage1_extract import local_workers, worker
+from stage1_extract import executors, local_workers, worker
 from stage1_extract.build import extract
 from stage1_extract.config import StatusConfig
-from stage1_extract.executors import Deadline, Work, deadline
+from stage1_extract.executors import Deadline, Work, deadline, in_turn
 from stage1_extract.local_workers import run_local, worker_devices
 from stage1_extract.plan import ShardPlan
 from stage1_extract.ranks import Ranks
@@ -106,8 +108,37 @@ def test_shards_of_dead_workers_are_handed_out_again(tmp_path, monkeypatch):
     assert sorted(done) == [shard.ids[0] for shard in work.shards]
     # Tokens of work that was lost are taken back.
     assert sum(counted.values()) == sum(shard.num_tokens for shard in work.shards)
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.rglob("*")) == [tmp_path / "shards"]  # no mark, no claim
     assert multiprocessing.active_children() == []
+
+
+def test_a_shard_that_another_run_has_in_hand_comes_last(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(executors, "POLL_S", 0.01)
+    work, _, _ = local_work(threading.Event())
+    ids, seen = [shard.ids[0] for shard in work.shards], []
+    held = Lock.take(tmp_path / "shards" / f".claim-{ids[1]}", wait=False)
+    for shard in in_turn(SimpleNamespace(root=str(tmp_path)), work, work.shards, "cpu"):
+        seen.append(shard.ids[0])
+        if len(seen) == 4:
+            threading.Timer(0.05, held.release).start()
+    assert seen == [ids[0], *ids[2:], ids[1]]
+    assert "in the hands of another run" in capsys.readouterr().err
+    assert list((tmp_path / "shards").iterdir()) == []
+
+
+@pytest.mark.slow
+def test_two_runs_into_one_cache_share_the_work(tmp_path):
+    extract(config(tmp_path, cache="one"))
+    command = [sys.executable, "-m", "shared.cli", "extract", "target=tiny_qwen3_5"]
+    command += [f"data.paths=[{tmp_path / 'chats.jsonl'}]", f"cache.root={tmp_path / 'both'}"]
+    command += ["cache.shard_bytes=80000", "batch_tokens=400", "self_test=false"]
+    runs = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [run.communicate()[0] for run in runs]
+    assert [run.returncode for run in runs] == [0, 0]
+    counted = [re.search(r"samples +(\d+) run, (\d+) in the cache before", text) for text in said]
+    assert sum(int(found[1]) for found in counted) == 24
+    assert all(int(found[1]) + int(found[2]) == 24 for found in counted)
+    assert tree(tmp_path / "both") == tree(tmp_path / "one")
 
 
 def test_a_stop_finishes_shards_in_hand_only(tmp_path, monkeypatch):
@@ -160,6 +191,7 @@ def test_ranks_come_from_the_launcher():
     assert found == Ranks(5, 8, 1)
     assert (found.device("cuda"), found.device("cpu")) == ("cuda:1", "cpu")
     assert worker_devices("cpu", 3) == ["cpu"] * 3
+    assert worker_devices("cuda:1", 2) == ["cuda:1"] * 2
 
 
 def test_until_is_the_next_such_time():

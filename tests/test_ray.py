@@ -58,6 +58,26 @@ def test_actors_that_keep_dying_or_refuse_end_the_run(tmp_path, monkeypatch):
     assert done == []
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
+def test_actors_that_no_node_can_hold_end_the_run_at_once(tmp_path):
+    work, done, _ = local_work(threading.Event())
+    with pytest.raises(ConfigError, match=r"needs 1 CPU and 1 GPU, and no node .* 2 CPU, 0 GPU"):
+        ray_actors.run_ray(SimpleNamespace(root=str(tmp_path)), work, "cuda", 2, None)
+    assert done == []
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
+def test_actors_that_are_queued_are_spoken_of_and_the_others_work(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(ray_actors, "Actor", worker_fakes.QuietActor)
+    monkeypatch.setattr(ray_actors, "_EVERY_S", 0.2)
+    work, done, _ = local_work(threading.Event())
+    ray_actors.run_ray(SimpleNamespace(root=str(tmp_path)), work, "cpu", 4, None)
+    assert sorted(done) == [shard.ids[0] for shard in work.shards]
+    assert "2 actors wait for a node with a free CPU" in capsys.readouterr().err
+
+
 def test_without_ray_the_extra_is_named(monkeypatch, tmp_path):
     import sys
 

@@ -50,3 +50,14 @@ class RefusingActor(Actor):
         if self.codec == "die":
             os._exit(9)
         raise TargetError("no such kernel", where="here", do="Wait")
+
+
+class QuietActor(Actor):
+    """Writes nothing and takes a while over a shard."""
+
+    def load(self):
+        return
+
+    def run(self, shard, tokens):
+        time.sleep(0.5)
+        return ShardResult(shard, None, 0.0)
