@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from test_trainer import _stop_after
 from tiny_cache import tiny_cache, tiny_config
+from trainer_tools import stop_after
 
 from shared.errors import ConfigError, Interrupted
 from stage2_train import checkpoint, mup, mup_check
@@ -104,7 +104,7 @@ def test_a_resumed_run_is_not_scaled_again(tmp_path, monkeypatch):
     narrow = mup_check.on_meta(config("x").drafter, 2, 8)
     mup.write_base(tmp_path / "base.json", narrow)
     train_run(config("whole"))
-    _stop_after(monkeypatch, 3)
+    stop_after(monkeypatch, 3)
     with pytest.raises(Interrupted):
         train_run(config("parts"))
     monkeypatch.undo()
