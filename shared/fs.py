@@ -139,6 +139,24 @@ def write_atomic(path: Path, data: bytes) -> None:
         fsync_path(path.parent)
 
 
+def check_writable(path: Path) -> None:
+    """Refuses a file's place before the work for it begins; writes nothing.
+
+    Raises:
+        CacheError: it is a directory, or a part of the path is a file or can't be written.
+    """
+    with disk_errors(path):
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "")
+        folder = path.absolute().parent
+        while not folder.exists():
+            folder = folder.parent
+        if not folder.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, "")
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, "")
+
+
 class Blob:
     """A local file open for positioned reads; forks may share it, for it has no cursor."""
 

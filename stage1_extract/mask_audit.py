@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from shared.errors import ConfigError
-from shared.fs import write_atomic
+from shared.fs import check_writable, write_atomic
 from shared.log import say
 from shared.target import load_tokenizer, mask_token_id
 from stage1_extract.config import MaskAuditConfig
@@ -32,6 +32,8 @@ def mask_audit(cfg: MaskAuditConfig) -> int:
     """
     if cfg.samples < 0:
         raise ConfigError("samples must not be negative", where="samples")
+    if cfg.html is not None:
+        check_writable(Path(cfg.html))
     tokenizer = load_tokenizer(cfg.target)
     mask_token = mask_token_id(cfg.target, tokenizer)
     prepared = prepare(cfg.data, tokenizer, mask_token, target_sizes(cfg.target)[2])

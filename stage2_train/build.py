@@ -24,9 +24,10 @@ from shared.spec import CaptureSpec
 from shared.store import Store, load_frozen
 from stage2_train import checkpoint, mup, trainer
 from stage2_train.branch import open_branch
+from stage2_train.compiled import compile_layers
 from stage2_train.config import DrafterConfig, LoaderConfig, Parallel, TrainConfig
 from stage2_train.config import Source as StateSource
-from stage2_train.draft_vocabulary import draft_vocabulary, sentence
+from stage2_train.draft_vocabulary import of_run, sentence, size_of
 from stage2_train.drafter import Drafter
 from stage2_train.heldout import heldout
 from stage2_train.job import Job
@@ -46,6 +47,7 @@ NEUTRAL = (
     "trainer.checkpoint_every", "trainer.eval_every", "trainer.max_bad_steps", "trainer.recompute",
     "trainer.profile_start", "trainer.profile_steps", "trainer.parallel", "trainer.shard_ranks",
     "trainer.async_checkpoint", "trainer.compile", "trainer.kernels",
+    "drafter.draft_vocabulary_ids",  # where the ids lie; the record has their digest
 )  # fmt: skip
 
 
@@ -133,6 +135,7 @@ def open_source(cfg: TrainConfig) -> Source:
     shards = [index.shard_ids[number] for number in np.unique(shard_numbers)]
     cfg.drafter.mask_token_id = mask_token(cfg.drafter, store.target_assets().info)
     cfg.drafter.hidden_size = cfg.drafter.hidden_size or store.spec.hidden_size
+    cfg.drafter.draft_vocabulary = size_of(cfg.drafter, store.target_assets().info)
     if cfg.trainer.dtype is Dtype.float16:
         raise ConfigError(
             "float16 needs loss scaling, which isn't there",
@@ -246,17 +249,19 @@ def assemble(
             mup.rescale_init_(drafter.named_parameters(), mup.read_base(cfg.optimizer.mup_base))
         if cfg.trainer.kernels:
             drafter.use_kernels(device)
-        if cfg.trainer.compile:
-            compile_layers(drafter)
-        if cfg.trainer.recompute:
-            recompute_layers(drafter)
         compute = torch.bfloat16 if cfg.trainer.dtype is Dtype.bfloat16 else torch.float32
         drafter.compute_dtype = compute
+        if cfg.trainer.compile:
+            compile_layers(drafter, device)
+        if cfg.trainer.recompute:
+            recompute_layers(drafter)
         embed, head = frozen(store, device, compute)
         reader = open_reader(store, cfg.loader)
-        if (size := cfg.drafter.draft_vocabulary) is not None:
-            info = store.target_assets().info
-            ids_S, record.draft_vocabulary = draft_vocabulary(source.snapshot, reader, size, info)
+        if cfg.drafter.draft_vocabulary is not None:
+            known, info = record.draft_vocabulary, store.target_assets().info
+            ids_S, record.draft_vocabulary = of_run(
+                run_dir, cfg.drafter, known, source.snapshot, reader, info, ranks
+            )
             drafter.draft_ids.copy_(ids_S)
             if ranks.is_main:
                 note(sentence(record.draft_vocabulary))
@@ -368,16 +373,6 @@ def _trackers(record: RunRecord, run_dir: Path, ranks: Ranks, cfg: TrainConfig) 
         return []
     name = RunName(run_dir, record.config, record.start_digest, cfg.tracking.name)
     return open_trackers(cfg.tracking, name)
-
-
-def compile_layers(drafter: Drafter) -> None:
-    """Fuses what looks at one position (norm, MLP) by torch.compile, once for all row lengths.
-
-    Mixers stay as they are: their loops follow a row's documents, so each row would compile anew,
-    and on CUDA they are kernels already.
-    """
-    for layer in drafter.layers:
-        layer.feed_forward = torch.compile(layer.feed_forward, dynamic=True)
 
 
 def recompute_layers(drafter: Drafter) -> None:

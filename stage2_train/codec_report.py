@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from shared.codec import NAMES, get_codec
-from shared.fs import write_atomic
+from shared.fs import check_writable, write_atomic
 from shared.log import note, progress, say
 from shared.store import Store
 from stage2_train import plots
@@ -39,9 +39,12 @@ def codec_report(cfg: CodecReportConfig) -> int:
     Raises:
         ConfigError: an unknown codec. DataError: the cache has lost bits already.
         MismatchError, TargetError: the target isn't the cache's.
+        CacheError: `out` can't be written; it is looked at first.
     """
-    found = measure(cfg)
     out = Path(cfg.out)
+    for name in ("report.json", "report.md", "report.html"):
+        check_writable(out / name)
+    found = measure(cfg)
     write_atomic(out / "report.json", json.dumps(_plain(found), indent=1).encode() + b"\n")
     text = markdown(found)
     write_atomic(out / "report.md", text.encode())

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.errors import ConfigError
-from shared.fs import write_atomic
+from shared.fs import check_writable, write_atomic
 from shared.log import say
 from stage2_train import analysis, transfer, verdict
 from stage2_train.config import CompareConfig, DecideBy, Noise
@@ -27,6 +27,7 @@ from stage2_train.stats import Interval, none_if_nan
 
 FORMAT = "drafttape.compare.v1"
 LOSSES = (DecideBy.heldout_loss.value, DecideBy.final_loss.value)
+VOCABULARY = ("drafter.draft_vocabulary", "drafter.draft_vocabulary_ids")
 
 
 def analyse(cfg: CompareConfig) -> tuple[dict[str, Any], list[Arm]]:
@@ -108,7 +109,7 @@ def analyse(cfg: CompareConfig) -> tuple[dict[str, Any], list[Arm]]:
     ]
     summary["verdict"] = verdict.decide(summary)
     metric = summary["verdict"]["metric"]
-    if metric in LOSSES and "drafter.draft_vocabulary" in summary["settings"]:
+    if metric in LOSSES and any(key in summary["settings"] for key in VOCABULARY):
         raise ConfigError(
             "the arms have other draft vocabularies, and a loss over fewer tokens is another task",
             where=metric,
@@ -133,6 +134,9 @@ def compare(cfg: CompareConfig) -> int:
     """The word: writes the report (and summary and record if named) and prints the verdict."""
     from stage2_train.report import write_report
 
+    for path in (cfg.report, cfg.summary, cfg.record):
+        if path is not None:
+            check_writable(Path(path))
     summary, arms = analyse(cfg)
     write_report(Path(cfg.report), summary, arms)
     if cfg.summary is not None:

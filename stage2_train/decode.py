@@ -341,8 +341,8 @@ def accept_sampled(
             rest_V = (target_BV[k] - drafter_KV[k]).clamp(min=0)
             if float(rest_V.sum()) <= 0:  # rounding only: p and q are the same distribution
                 rest_V = target_BV[k]
-            return k, int(torch.multinomial(rest_V, 1, generator=generator))
-    return len(drafts), int(torch.multinomial(target_BV[len(drafts)], 1, generator=generator))
+            return k, sample(rest_V[None], generator)[0]
+    return len(drafts), sample(target_BV[len(drafts)][None], generator)[0]
 
 
 def as_stored(hidden_TLD: Tensor) -> Tensor:
@@ -361,7 +361,13 @@ def cut(tokens: list[int], end_tokens: Sequence[int]) -> list[int]:
 def _choose_all(logits_KV: Tensor, temperature: float, generator: Any) -> list[int]:
     if temperature <= 0:
         return logits_KV.argmax(-1).tolist()
-    probability_KV = torch.softmax(logits_KV / temperature, -1)
+    return sample(torch.softmax(logits_KV / temperature, -1), generator)
+
+
+def sample(probability_KV: Tensor, generator: torch.Generator | None) -> list[int]:
+    """A token a row, drawn where the generator lives: on the CPU the same on every device."""
+    if generator is not None:
+        probability_KV = probability_KV.to(generator.device)
     return torch.multinomial(probability_KV, 1, generator=generator)[:, 0].tolist()
 
 

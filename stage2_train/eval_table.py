@@ -3,10 +3,11 @@
     drafttape eval runs/muon data=[gsm8k.jsonl,mt-bench.jsonl] temperatures=[0,1] trees=[8,32]
 
 Rows: data set x (chain at each temperature, tree at each node budget behind the chain of as many
-drafts). Every prompt is decoded by the target alone once and by every way; greedy ways must give
-the target's own output. Data sets are JSONL files of prompts, named after the file: `turns` (the
-first is asked), `prompt` or `messages` (up to the first answer), as the DFlash evaluations use
-gsm8k, humaneval, mbpp, mt-bench and so on. Without `data` the run's held-out prompts are the data.
+drafts); `temperature` and `tree` are one more of each. Every prompt is decoded by the target alone
+once and by every way; greedy ways must give the target's own output. Data sets are JSONL files of
+prompts, named after the file: `turns` (the first is asked), `prompt` or `messages` (up to the first
+answer), as the DFlash evaluations use gsm8k, humaneval, mbpp, mt-bench and so on. Without `data`
+the run's held-out prompts are the data.
 """
 
 import json
@@ -14,8 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shared.errors import DataError
-from shared.fs import write_atomic
+from shared.errors import ConfigError, DataError
+from shared.fs import check_writable, write_atomic
 from shared.log import progress, read_json_lines, say
 from stage2_train import decode
 from stage2_train.config import EvalConfig
@@ -45,8 +46,8 @@ def wanted(cfg: EvalConfig) -> bool:
 
 def ways(cfg: EvalConfig, block: int) -> list[Way]:
     """The greedy chain, sampled ones, and every tree behind the chain of as many drafts."""
-    found = [Way(t) for t in sorted({0.0, *cfg.temperatures})]
-    for budget in dict.fromkeys(cfg.trees):
+    found = [Way(t) for t in sorted({0.0, cfg.temperature, *cfg.temperatures})]
+    for budget in dict.fromkeys(filter(None, (*cfg.trees, cfg.tree))):
         if budget < block - 1:
             found.append(Way(most_drafts=budget))
         found.append(Way(tree=budget))
@@ -112,11 +113,22 @@ def measure_table(cfg: EvalConfig) -> dict[str, Any]:
     """Decodes everything and writes `eval_table.json` beside the run.
 
     Returns:
-        checkpoint, step and `rows`: data set, way, and what `figures` gives.
+        step, snapshot and `rows`: data set, way, and what `figures` gives.
+
+    Raises:
+        ConfigError: decoding is switched off, or so short that nothing is verified.
+        DataError: a data set can't be read; see also `load_run`.
     """
     from stage2_train.build import resolve_device
     from stage2_train.evaluate import load_run, open_decoding, prompts_of
 
+    if not cfg.decode or cfg.max_new_tokens < 2:
+        raise ConfigError(
+            f"decode={str(cfg.decode).lower()} with max_new_tokens={cfg.max_new_tokens}: a table "
+            "is about decoded prompts, whose first token is the prefill's",
+            do="Set decode=true and max_new_tokens=2 or more",
+        )
+    check_writable(Path(cfg.run_dir) / FILE)
     device = str(resolve_device(cfg.device))
     run = load_run(cfg.run_dir, cfg.checkpoint, device, cfg.cache)
     target, taps, ends, draft = open_decoding(run, cfg, device)

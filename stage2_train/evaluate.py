@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shared.config import Dtype, TargetConfig, typed
 from shared.errors import CacheError, ConfigError, CorruptionError, DataError, MismatchError
-from shared.fs import disk_errors, write_atomic
+from shared.fs import check_writable, disk_errors, write_atomic
 from shared.log import note, progress, read_json_lines, say
 from shared.record import read_record
 from stage2_train import checkpoint, decode, draft_vocabulary
@@ -55,6 +55,34 @@ class LoadedRun:
     head_VD: Tensor
 
 
+def open_run(run_dir: str | Path, cache: str | None = None) -> tuple[Any, TrainConfig, Any]:
+    """(record, configuration, store) of a run; `cache`: where its cache lies now, if it has moved.
+
+    Raises:
+        DataError: no run there. MismatchError: another cache than the run's.
+        CacheError: the cache is gone or can't be read.
+    """
+    from shared.store import Store
+
+    path = Path(run_dir)
+    record = read_record(path)
+    config = typed(TrainConfig, record.config, where=path / "run.json")
+    root = cache or record.cache_root(path)
+    if not Path(root).exists() and "://" not in root:
+        raise CacheError(
+            "the run's cache is not there any more",
+            where=root,
+            do="If it has moved, give its new place: cache=NEW_ROOT",
+        )
+    store = Store.open(root)
+    if store.spec.digest != record.spec_digest:
+        raise MismatchError(
+            f"the cache's spec is {store.spec.digest}, the run was trained on {record.spec_digest}",
+            where=store.root,
+        )
+    return record, config, store
+
+
 def load_run(
     run_dir: str | Path, which: str = "last", device: str = "cpu", cache: str | None = None
 ) -> LoadedRun:
@@ -68,25 +96,10 @@ def load_run(
         DataError: no run there. MismatchError: no such checkpoint, or it or the cache doesn't fit.
         CorruptionError, CacheError: the checkpoint or the cache can't be read.
     """
-    from shared.store import Store
     from stage2_train.build import build_drafter, frozen
 
     path = Path(run_dir)
-    record = read_record(path)
-    config = typed(TrainConfig, record.config, where=path / "run.json")
-    root = cache or record.cache_root(path)
-    if not Path(root).exists() and "://" not in root:
-        raise CacheError(
-            "the run's cache is not there any more",
-            where=root,
-            do="If it has moved: drafttape eval RUN cache=NEW_ROOT",
-        )
-    store = Store.open(root)
-    if store.spec.digest != record.spec_digest:
-        raise MismatchError(
-            f"the cache's spec is {store.spec.digest}, the run was trained on {record.spec_digest}",
-            where=store.root,
-        )
+    record, config, store = open_run(path, cache)
     folder = checkpoint.find(path, which)
     parameters, _, state = checkpoint.load(folder)
     drafter = build_drafter(config.drafter, store.spec, config.init_seed)
@@ -144,6 +157,7 @@ def measure(cfg: EvalConfig) -> dict[str, Any]:
     known = read_evaluation(path)
     if known is not None and known.get("key") == key and not cfg.again:
         return known
+    check_writable(path / "eval.json")
     run = load_run(path, cfg.checkpoint, device, cfg.cache)
     batches = heldout_batches(
         run.snapshot,
@@ -341,7 +355,9 @@ def load_target_of(store: Any, given: TargetConfig | None, device: str) -> Any:
         )
     if given is None:
         given = typed(TargetConfig, info["target"], where=f"{store.root}/target")
-    target = load_target(replace(given, dtype=Dtype.float32), device)
+    # Flash attention takes 16 bits and no masks of trees: auto is sdpa in float32.
+    plain = "auto" if given.attention.startswith("flash") else given.attention
+    target = load_target(replace(given, dtype=Dtype.float32, attention=plain), device)
     if target.weights_digest != store.spec.weights:
         raise MismatchError(
             f"the target's weights are {target.weights_digest}, the cache was extracted with "

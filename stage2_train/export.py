@@ -20,16 +20,17 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from shared.config import Dtype, typed
+from shared.config import Dtype
 from shared.errors import ConfigError, TrainingError
+from shared.fs import check_writable
 from shared.log import say
-from shared.record import read_record
-from shared.store import Store
+from shared.store import load_frozen
 from stage2_train import checkpoint
 from stage2_train.build import build_drafter
-from stage2_train.config import DrafterConfig, ExportConfig, Layout, TrainConfig
+from stage2_train.config import DrafterConfig, ExportConfig, Layout
 from stage2_train.draft_vocabulary import IDS
 from stage2_train.drafter import Drafter
+from stage2_train.evaluate import open_run
 from stage2_train.model_card import model_card
 from stage2_train.warm_start import warm_start
 
@@ -42,9 +43,8 @@ def export(cfg: ExportConfig) -> int:
     output = Path(cfg.output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError("it is there already and not empty", where=output, do="Name another one")
-    record = read_record(Path(cfg.run_dir))
-    config = typed(TrainConfig, record.config, where=Path(cfg.run_dir) / "run.json")
-    store = Store.open(record.cache_root(Path(cfg.run_dir)))
+    check_writable(output / "config.json")
+    record, config, store = open_run(cfg.run_dir, cfg.cache)
     drafter = build_drafter(config.drafter, store.spec, config.init_seed)
     folder = checkpoint.find(Path(cfg.run_dir), cfg.checkpoint)
     parameters, _, state = checkpoint.load(folder)
@@ -54,7 +54,10 @@ def export(cfg: ExportConfig) -> int:
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as temporary:
         made = Path(temporary) / "made"
         made.mkdir()
-        differences = write(made, drafter, config.drafter, info, cfg)
+        head_SD = None
+        if drafter.draft_ids is not None:
+            head_SD = drafter.head_rows(load_frozen(store)[1])
+        differences = write(made, drafter, config.drafter, info, cfg, head_SD)
         card = model_card(record, config, info, state["step"], _evaluation(cfg), differences)
         (made / "README.md").write_text(card)
         if output.exists():
@@ -70,9 +73,13 @@ def export(cfg: ExportConfig) -> int:
 
 def write(
     directory: Path, drafter: Drafter, drafter_cfg: DrafterConfig, info: dict[str, Any],
-    cfg: ExportConfig,
+    cfg: ExportConfig, head_SD: torch.Tensor | None = None,
 ) -> dict[str, float]:  # fmt: skip
     """Writes configuration, weights and code into an empty directory and reloads them.
+
+    Args:
+        info: what the cache says of the target.
+        head_SD: the target's head rows of the draft vocabulary, if there is one.
 
     Returns:
         loader -> largest relative difference of its outputs to the drafter's.
@@ -104,6 +111,8 @@ def write(
     document = model_config(drafter_cfg, info, layout, cfg.dtype)
     (directory / "config.json").write_text(json.dumps(document, indent=2) + "\n")
     ids = {} if ids_S is None else vocabulary_tensors(ids_S, info["vocab_size"], layout)
+    if layout is Layout.speculators and head_SD is not None:  # it reads the rows from here alone
+        ids["lm_head.weight"] = head_SD.to(dtype)
     save_file(weights | ids, directory / "model.safetensors", metadata={"format": "pt"})
     _check_ids(directory, ids)
     drafter.load_state_dict({name: tensor.float() for name, tensor in weights.items()})

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from shared.config import typed
+from shared.fs import check_writable
 from shared.log import read_json_lines, say
 from stage2_train import checkpoint, plots
 from stage2_train.config import InspectConfig, Polynomial, TrainConfig
@@ -39,6 +40,8 @@ def inspect(config: InspectConfig) -> int:
     """
     run_dir = Path(config.run_dir)
     train = typed(TrainConfig, read_run(run_dir).config)
+    page = Path(config.report) if config.report else run_dir / "inspect.html"
+    check_writable(page)
     lines = [line for line in read_json_lines(run_dir / "metrics.jsonl") if "loss" in line]
     items, sections = [], []
     items += update_plots(lines)
@@ -61,7 +64,6 @@ def inspect(config: InspectConfig) -> int:
         sections.append(section("Entropy by role", table(entropy_rows(found), "entropy")))
     sections.insert(1, section("Plots", "".join(plot_html(item) for item in items)))
     sections.append(section("What is not covered", f"<p>{NOT_COVERED}</p>"))
-    page = Path(config.report) if config.report else run_dir / "inspect.html"
     write_page(page, f"drafttape inspect: {run_dir.name}", sections, items)
     say(f"{page}: {len(lines)} updates, {_clip_rate(lines):.0%} clipped")
     return 0

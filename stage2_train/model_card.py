@@ -21,7 +21,7 @@ def model_card(
     evaluation: dict[str, Any], differences: dict[str, float],
 ) -> str:  # fmt: skip
     """Markdown with the front matter that model hubs read."""
-    drafter = config.drafter
+    drafter, vocabulary = config.drafter, record.draft_vocabulary
     target, name = info.get("model", "unknown"), info.get("name", "the target")
     base = f"base_model: {target}\n" if "://" not in target and "/" in target else ""
     rows = [
@@ -39,7 +39,9 @@ def model_card(
         "mask token id": drafter.mask_token_id,
         "layers": ", ".join(drafter.layer_types),
         "block size": drafter.block_size,
-        "drafted tokens": sentence(record.draft_vocabulary) if record.draft_vocabulary else "all",
+        "drafted tokens": f"{sentence(vocabulary)}, digest {vocabulary['digest']}"
+        if vocabulary
+        else "all",
         "parameters": f"{record.parameters.get('trainable', 0):,}",
         "optimizer steps": f"{step} of {record.steps}",
         "optimizer": ", ".join(f"{key} {value}" for key, value in optimizer.items()),

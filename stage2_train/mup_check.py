@@ -17,6 +17,7 @@ import torch
 
 from shared.config import to_plain, typed
 from shared.errors import ConfigError
+from shared.fs import check_writable
 from shared.log import say
 from stage2_train import mup, plots
 from stage2_train.batch import Batch
@@ -62,6 +63,8 @@ def mup_word(config: MupConfig) -> int:
             "a slope needs two different widths or more", where=f"widths={config.widths}",
             do="As in widths=[32,64,128], or check=false",
         )  # fmt: skip
+    if config.check:
+        check_writable(Path(config.report))
     if config.base_shapes is not None:
         drafter = on_meta(config.drafter, config.num_states, config.width)
         mup.write_base(config.base_shapes, drafter)

@@ -180,6 +180,9 @@ def settings_of(run: Run) -> dict[str, Any]:
         for key, value in flatten(run.config).items()
         if not any(key == name or key.startswith(name + ".") for name in NEUTRAL)
     }
+    vocabulary = run.record.get("draft_vocabulary")
+    if isinstance(vocabulary, dict):  # the ids themselves, not where their file lay
+        kept["drafter.draft_vocabulary_ids"] = vocabulary.get("digest")
     return kept | {"codecs": _codec(run)}
 
 

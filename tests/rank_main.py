@@ -23,7 +23,8 @@ from stage2_train.ranks import Ranks
 
 
 class Run(NamedTuple):
-    """A run; `stop`: SIGTERM after this update, 0: never; `copy`: keep what is left there."""
+    """A run; `stop`: SIGTERM after this update, 0: never; `copy`: keep what is left there; `keys`:
+    more of its configuration, as pairs."""
 
     cache: str
     run_dir: str
@@ -31,6 +32,7 @@ class Run(NamedTuple):
     optimizer: str = "muon"
     stop: int = 0
     copy: str = ""
+    keys: tuple = ()
 
 
 SHAPES = {"uneven": (67, 32), "heads": (64, 40), "pair": (96, 32), "row": (1, 32), "norm": (32,)}
@@ -84,7 +86,7 @@ def execute(run: Run) -> int:
     cfg = tiny_config(
         run.cache, run.run_dir, steps=5, optimizer=run.optimizer, diagnostics__every=2,
         batch__rows_per_step=3, batch__tokens_per_row=30, trainer__shard_ranks=2,
-        trainer__parallel=Parallel(run.parallel), trainer__keep=9,
+        trainer__parallel=Parallel(run.parallel), trainer__keep=9, **dict(run.keys),
     )  # fmt: skip
     try:
         train_run(cfg)

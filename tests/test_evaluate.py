@@ -6,10 +6,11 @@ from dataclasses import replace
 import pytest
 
 from shared.config import to_plain, typed
-from shared.errors import CacheError, MismatchError
+from shared.errors import CacheError, ConfigError, MismatchError
 from stage2_train import evaluate
 from stage2_train.build import train_run
 from stage2_train.config import EvalConfig, TrainConfig
+from stage2_train.eval_table import FILE, ways
 from tests.target_cache import TARGET, target_cache
 from tests.tiny_cache import tiny_config
 
@@ -117,6 +118,22 @@ def test_a_table_of_data_sets_and_ways(world, tmp_path, capsys):
     assert by_way["tree 2"] >= by_way["chain 2 T=0"]
     assert by_way["tree 8"] >= by_way["chain T=0"]
     assert "| mbpp | tree 8 |" in capsys.readouterr().out
+
+
+def test_a_tables_keys_are_used_or_refused(world):
+    _, run_dir = world
+    config = EvalConfig(run_dir=str(run_dir), temperature=1.0, tree=3, trees=[8])
+    names = ["chain T=0", "chain T=1", "tree 8", "tree 3"]
+    assert [way.name for way in ways(config, 4)] == names
+    for changes in ({"decode": False}, {"max_new_tokens": 1}):
+        with pytest.raises(ConfigError, match="decoded prompts"):
+            evaluate.evaluate(replace(config, **changes))
+    (run_dir / FILE).mkdir()
+    try:
+        with pytest.raises(CacheError, match="it is a directory"):
+            evaluate.evaluate(config)
+    finally:
+        (run_dir / FILE).rmdir()
 
 
 def test_wrong_output_is_not_a_success(world, monkeypatch, capsys):

@@ -82,6 +82,27 @@ def test_values_that_make_no_sense_are_refused_before_anything_runs(words, named
     assert not Path("x").exists()
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["codec-report", "nowhere", "out=FILE"],
+        ["compare", "nowhere", "elsewhere", "report=FILE/report.html"],
+        ["compare", "nowhere", "elsewhere", "summary=FILE/summary.json"],
+        ["mask-audit", "data.paths=[nowhere]", "html=FILE/audit.html"],
+        ["mup", "report=FILE/mup.html"],
+        ["export", "nowhere", "output=FILE/drafter"],
+        ["inspect", "RUN", "report=FILE/page.html"],
+    ],
+)
+def test_an_output_that_cant_be_written_is_said_before_the_work(words, tmp_path, capsys):
+    file = tmp_path / "file"
+    file.write_text("")
+    run = write_run(tmp_path / "run", loss=learning(3))
+    assert cli.main([w.replace("FILE", str(file)).replace("RUN", str(run)) for w in words]) == 2
+    assert "a part of the path is a file" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "run"]
+
+
 def test_a_path_with_an_equals_sign_is_a_path(tmp_path, capsys):
     run_dir = tmp_path / "lr=1e-3"
     run_dir.mkdir()

@@ -6,10 +6,11 @@ import pytest
 import torch
 from tiny_cache import tiny_cache, tiny_config
 
+from shared.errors import ConfigError
 from shared.log import read_json_lines
 from stage2_train import noise_scale
-from stage2_train.build import train_run
-from stage2_train.noise_probe import noise_at
+from stage2_train.build import open_source, train_run
+from stage2_train.noise_probe import noise_at, rows_of_one_epoch
 from stage2_train.noise_scale import RowNorms, estimate, summary
 
 DIMS, SIGNAL, SIGMA = 300, 0.5, 3.0
@@ -61,6 +62,16 @@ def test_a_run_measures_it_without_changing_and_inspect_probes_a_checkpoint(tmp_
     assert ["noise/trace" in line for line in lines] == [False, True, False, True]
     assert lines[1]["noise/trace"] > 0
     assert lines[1]["noise/batch"] == lines[1]["supervised"] - lines[0]["supervised"]
-    found = noise_at(tmp_path / "noisy", "last", noisy, 6)
+    plan = open_source(noisy).plan
+    most = len(plan.epoch_rows(2))  # more than are left of the epoch at update 4
+    found = noise_at(tmp_path / "noisy", "last", noisy, most)
     assert found.trace > 0
     assert found.batch > lines[1]["noise/batch"]
+    for number in (1, 1_000_000):
+        with pytest.raises(ConfigError, match="an epoch of this run has"):
+            noise_at(tmp_path / "noisy", "last", noisy, number)
+    for step in range(6):
+        rows = rows_of_one_epoch(plan, step, 4)
+        samples = [index for row in rows for index in row.samples]
+        assert len(samples) == len(set(samples)), "without replacement"
+        assert rows[0].number >= 2 * step
