@@ -104,6 +104,16 @@ def capture(
 _LOCK = threading.Lock()
 
 
+def out_of_memory(error: BaseException) -> bool:
+    """Torch's own error, or what a library inside says when the device's memory is full."""
+    import torch
+
+    said = str(error)
+    return isinstance(error, torch.OutOfMemoryError) or (
+        "CUDA error: out of memory" in said or "STATUS_ALLOC_FAILED" in said
+    )
+
+
 def _packing(lengths: Sequence[int], device: Any) -> dict[str, Any]:
     """What a decoder has to be told of packed samples: positions [1, T], cumulative lengths."""
     import torch

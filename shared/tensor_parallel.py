@@ -7,6 +7,8 @@ backend.
 
 from typing import Any
 
+from shared.errors import TargetError
+
 
 def announce(input_ids: Any, arguments: tuple[Any, ...]) -> None:
     """Rank 0, before a forward pass: lets the others run the same one. Others: nothing."""
@@ -24,13 +26,18 @@ def release() -> None:
 
 
 def follow(target: Any) -> None:
-    """The other ranks: run what rank 0 announces, until it is done."""
+    """The other ranks: run what rank 0 announces, until it is done.
+
+    Raises:
+        TargetError: this rank's device is out of memory. Rank 0 can't go on with less: it waits for
+            this rank's part inside the forward pass, so the launcher has to end all.
+    """
     import signal
     import threading
 
     import torch.distributed as dist
 
-    from shared.capture import capture
+    from shared.capture import capture, out_of_memory
 
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -41,4 +48,15 @@ def follow(target: Any) -> None:
         if box[0] is None:
             return
         input_ids, arguments = box[0]
-        capture(target, input_ids.to(target.device), *arguments)
+        try:
+            capture(target, input_ids.to(target.device), *arguments)
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            size = input_ids.numel()
+            raise TargetError(
+                f"out of memory with {size} tokens on rank {dist.get_rank()} of a target that "
+                "ranks share",
+                where=str(target.device),
+                do=f"Give the same command with batch_tokens={size // 2}; committed shards stay",
+            ) from None

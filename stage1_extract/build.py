@@ -4,6 +4,7 @@ Order of effects: data is read and checked before anything is written; the job's
 before the first forward pass; shards before target assets before the snapshot.
 """
 
+import secrets
 import time
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -65,7 +66,7 @@ def extract(cfg: ExtractConfig) -> int:
     with ExitStack() as stack:
         if ranks is not None:
             ranks.start(nccl=cfg.target.tensor_parallel > 1 and device.startswith("cuda"))
-            stack.callback(ranks.finish)
+            stack.push(ranks.leave)
             device = ranks.device(device)
         tokens = {sample.id: sample.tokens_T for sample in prepared.samples}
         packed = choose_batching(cfg, info, device, self_test_samples(tokens))
@@ -210,7 +211,11 @@ def _run(
     names = {name for shard in shards for name in shard.ids}
     tokens = {name: job.samples[name].tokens_T for name in names}
     total, rejects = sum(shard.num_tokens for shard in shards), len(job.rejects())
-    reporter = Status(store, cfg.target.name, total, len(shards), len(devices), rejects)
+    place: dict[str, Any] = {}
+    if ranks is not None:
+        run = ranks.from_first(secrets.token_hex(8))
+        place = {"rank": ranks.rank, "size": ranks.size, "run": run}
+    reporter = Status(store, cfg.target.name, total, len(shards), len(devices), rejects, **place)
     state = "failed"
     try:
         with stop_on_signals(note) as stop:

@@ -30,7 +30,12 @@ from stage1_extract.checks import finite
 from stage1_extract.import_target import ImportTarget
 from stage1_extract.prompts import split_of
 
-KINDS = ("specforge", "speculators", "deepspec")
+# kind: patterns of its files in the directory.
+KINDS = {
+    "specforge": ("**/*.ckpt", "**/*.ckpt.gz"),
+    "speculators": ("**/*.safetensors",),
+    "deepspec": ("manifest.json",),
+}
 _RECORD = struct.Struct("<QIIQQQQQ")
 _SHARD_BYTES = 512 << 20
 _MAX_TOKENS = 1 << 24
@@ -84,6 +89,7 @@ def import_from(
     path, report = Path(source), ImportReport()
     if not path.is_dir():
         raise DataError("there is no such directory", where=source)
+    _check_kind(path, kind)
     reader = {"specforge": _specforge, "speculators": _speculators, "deepspec": _deepspec}[kind]
     manifest: dict[str, Any] = _manifest(path) if kind == "deepspec" else {}
     layers = layer_ids or manifest.get("target_layer_ids")
@@ -134,6 +140,28 @@ def import_from(
             known.keep(store)
         store.write_snapshot(rows, meta, name="imported")
     return report
+
+
+def _check_kind(path: Path, kind: str) -> None:
+    """
+    Raises:
+        DataError: the directory has no file of this kind; says which kind its files look like.
+    """
+    found = [
+        name
+        for name, patterns in KINDS.items()
+        if any(next(path.glob(pattern), None) for pattern in patterns)
+    ]
+    if kind in found:
+        return
+    files = " or ".join(pattern.removeprefix("**/") for pattern in KINDS[kind])
+    raise DataError(
+        f"there is no {files} in it" + (f"; its files look like {found[0]}'s" if found else ""),
+        where=path,
+        do=f"Use drafttape cache import ROOT {found[0]} {path}"
+        if found
+        else f"Give a directory that {kind} wrote",
+    )
 
 
 def _spec(
@@ -254,6 +282,10 @@ def _deepspec(path: Path, manifest: dict[str, Any]) -> Iterator[Foreign | tuple[
     size, taps = manifest["hidden_size"], len(manifest["target_layer_ids"])
     shards = [path / shard["file_name"] for shard in manifest["shards"]]
     index = (path / "samples.idx").read_bytes()
+    count = len(index) // _RECORD.size
+    if count != manifest.get("num_samples", count):
+        reason = f"the index has {count} samples, the manifest {manifest['num_samples']}"
+        yield str(path / "samples.idx"), reason
     for start in range(0, len(index) - len(index) % _RECORD.size, _RECORD.size):
         number, shard, tokens, ids_at, _, mask_at, taps_at, last_at = _RECORD.unpack_from(
             index, start
@@ -309,18 +341,22 @@ def export_to(
     folder.mkdir(parents=True, exist_ok=True)
     snapshot, reader = store.snapshot(ref), store.reader()
     writer = _DeepSpecWriter(folder, store) if kind == "deepspec" else None
-    for number, name in enumerate(snapshot.ids):
-        ids_T, hidden_TLD = reader.read(name)
-        mask_T = snapshot.mask(number)
+    try:
+        for number, name in enumerate(snapshot.ids):
+            ids_T, hidden_TLD = reader.read(name)
+            mask_T = snapshot.mask(number)
+            if writer is not None:
+                writer.add(number, ids_T, hidden_TLD, mask_T)
+            elif kind == "speculators":
+                _save_speculators(folder / f"hs_{number}.safetensors", ids_T, hidden_TLD, mask_T)
+            else:
+                _save_specforge(folder / f"data_{number}.ckpt", ids_T, hidden_TLD, mask_T)
+            progress(1)
+    finally:
         if writer is not None:
-            writer.add(number, ids_T, hidden_TLD, mask_T)
-        elif kind == "speculators":
-            _save_speculators(folder / f"hs_{number}.safetensors", ids_T, hidden_TLD, mask_T)
-        else:
-            _save_specforge(folder / f"data_{number}.ckpt", ids_T, hidden_TLD, mask_T)
-        progress(1)
+            writer.close()
     if writer is not None:
-        writer.finish()
+        writer.write_manifest()
     return len(snapshot)
 
 
@@ -373,9 +409,12 @@ class _DeepSpecWriter:
         self._index.write(_RECORD.pack(number, 0, len(ids_T), *offsets))
         self._count += 1
 
-    def finish(self) -> None:
+    def close(self) -> None:
         self._data.close()
         self._index.close()
+
+    def write_manifest(self) -> None:
+        """Makes the files a target cache, once they are whole."""
         spec = self._store.spec
         manifest = {
             "version": 2,

@@ -16,7 +16,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -54,14 +53,14 @@ class Work:
 class Claims:
     """The shards that this process has in hand, as locks that others see; a kill lets go of them.
 
-    Behind a URL there are no locks: two runs do the same work twice there, to the same bytes.
+    Behind a URL only runs on this machine see them: others do the same work twice.
 
     Args:
         tell: say so when all that is left is in the hands of others.
     """
 
     def __init__(self, store: Store, *, tell: bool = True) -> None:
-        self._folder = None if "://" in store.root else Path(store.root) / "shards"
+        self._folder = store.files.path("shards")
         self._held: dict[str, Lock] = {}
         self._told = not tell
 
@@ -87,8 +86,6 @@ class Claims:
             self._held.popitem()[1].release()
 
     def _take(self, name: str) -> bool:
-        if self._folder is None:
-            return True
         with disk_errors(self._folder):
             lock = Lock.take(self._folder / f".claim-{name}", wait=False)
         if lock is not None:

@@ -53,11 +53,17 @@ class HostBatch:
 
 @dataclass
 class HostCopies:
-    """Makes HostBatches of one device's states; as many buffers as batches are in flight."""
+    """Makes HostBatches of one device's states; as many buffers as batches are in flight.
+
+    Args:
+        buffers: free ones; the writing thread gives them back.
+        largest: values of the largest batch so far.
+    """
 
     device: Any
     buffers: list[Any] = field(default_factory=list)
     stream: Any = None
+    largest: int = 0
 
     def start(self, hidden_BTLD: Any, rows: list[int]) -> HostBatch:
         """Begins the copy of bfloat16 [B, T, L, D] on the device."""
@@ -69,15 +75,22 @@ class HostCopies:
         if self.stream is None:
             self.stream = torch.cuda.Stream(hidden_BTLD.device)
         count = bits.numel()
-        # The largest batches come first, so the first buffers fit all later ones.
-        flat = next((b for b in list(self.buffers) if b.numel() >= count), None)
-        if flat is None:
-            flat = torch.empty(count, dtype=torch.int16, pin_memory=True)
-        else:
-            self.buffers.remove(flat)
+        flat = self.take(count)
         self.stream.wait_stream(torch.cuda.current_stream(hidden_BTLD.device))
         with torch.cuda.stream(self.stream):
             flat[:count].copy_(bits.reshape(-1), non_blocking=True)
             event = self.stream.record_event()
         hidden_BTLD.record_stream(self.stream)
         return HostBatch(rows, shape, flat, event, self)
+
+    def take(self, count: int) -> Any:
+        """A buffer of `count` values or more; free ones that are too small make room for it."""
+        import torch
+
+        self.largest = max(self.largest, count)
+        while self.buffers:
+            flat = self.buffers.pop()
+            if flat.numel() >= count:
+                return flat
+        pin = torch.cuda.is_available()
+        return torch.empty(self.largest, dtype=torch.int16, pin_memory=pin)

@@ -128,7 +128,9 @@ def _samples(cfg: DataConfig, tokenizer: Any, prepared: Prepared) -> Iterator[Sa
     template: ChatTemplate | None = None
     while chunk := list(islice(rows, _CHUNK)):
         prepared.num_rows += len(chunk)
-        if template is None and any(isinstance(row, Row) and not row.input_ids for row in chunk):
+        if template is None and any(
+            isinstance(row, Row) and row.input_ids is None for row in chunk
+        ):
             template = ChatTemplate(tokenizer, cfg.template)
         results: list[Any] = [_rendered(row, template, cfg) for row in chunk]
         texts = [item.text for item in results if isinstance(item, Rendered)]

@@ -11,7 +11,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from shared.errors import ConfigError
+from shared.errors import ConfigError, Interrupted
 from shared.store import Store
 from shared.target import Target
 from stage1_extract.executors import Work, in_turn
@@ -84,10 +84,13 @@ class Ranks:
         dist.all_gather_object(values, value)
         return values
 
-    def finish(self) -> None:
+    def leave(self, kind: type[BaseException] | None, *_: object) -> None:
+        """For an exit stack. After a failure nothing is closed: that would wait for ranks that wait
+        for this one, and the launcher could not end them."""
         import torch.distributed as dist
 
-        dist.destroy_process_group()
+        if kind is None or issubclass(kind, Interrupted):
+            dist.destroy_process_group()
 
 
 def run_rank(store: Store, target: Target, work: Work, ranks: Ranks) -> list[ShardResult]:
@@ -96,7 +99,7 @@ def run_rank(store: Store, target: Target, work: Work, ranks: Ranks) -> list[Sha
     Raises:
         ConfigError: the cache is behind a URL.
     """
-    if "://" in store.root:
+    if store.files.remote:
         raise ConfigError(
             "ranks claim shards by lock files, which a URL doesn't have",
             where="cache.root",

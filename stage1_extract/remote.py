@@ -5,6 +5,7 @@ prefix cache helps. What still fails after the retries goes to `OUTPUT.errors.js
 reason, and the next run tries it again.
 """
 
+import http.client
 import json
 import os
 import threading
@@ -107,7 +108,8 @@ class Server:
                     break
                 after = error.headers.get("Retry-After", "")
                 wait = min(float(after), _LONGEST_WAIT_S) if after.isdigit() else wait
-            except (OSError, ValueError) as error:  # refused, reset, timed out, cut reply
+            # Refused, reset, timed out; a reply that is cut or no JSON.
+            except (OSError, ValueError, http.client.HTTPException) as error:
                 reason = f"{type(error).__name__}: {error}"
             if attempt < self.cfg.retries:
                 self.sleep(wait)
@@ -131,10 +133,10 @@ def answer_chats(
 
     def one(number: int, chat: Any) -> bool:
         endpoint = endpoints[number % len(endpoints)]
+        if stop.is_set():
+            return False
         more = True
         while more:
-            if stop.is_set():
-                return False
             message = server.answer(endpoint, chat.messages)
             turn(message.pop("tokens"))
             more = chat.add(message)

@@ -155,15 +155,11 @@ def _items(path: str) -> Iterator[tuple[int, Any]]:
             yield from _parquet(path)
             return
         with _open(path) as file:
-            if path.removesuffix(".gz").removesuffix(".zst").endswith(".json"):
-                head = file.read(1)
-                while head.isspace():
-                    head = file.read(1)
-                file.seek(0)
-                if head == b"[":
-                    for number, item in enumerate(json.load(file), start=1):
-                        yield number, _unicode(item)
-                    return
+            is_json = path.removesuffix(".gz").removesuffix(".zst").endswith(".json")
+            if is_json and file.peek(1).lstrip()[:1] == b"[":
+                for number, item in enumerate(json.load(file), start=1):
+                    yield number, _unicode(item)
+                return
             for number, line in enumerate(file, start=1):
                 if not line.strip():
                     continue
@@ -195,7 +191,7 @@ def _open(path: str) -> Any:
     if path.endswith(".zst"):
         import pyarrow
 
-        return io.BytesIO(pyarrow.input_stream(path, compression="zstd").read())
+        return io.BufferedReader(pyarrow.input_stream(path, compression="zstd"))
     return Path(path).open("rb")
 
 

@@ -1,7 +1,7 @@
 """How a running extraction stands: progress bars, `status.json` and a page in the cache.
 
 `drafttape status CACHE` reads the file from any terminal; `status.html` reloads itself. Both are
-written every two seconds and are no part of the cache's data.
+written every two seconds (behind a URL every fifteen) and are no part of the cache's data.
 """
 
 import contextlib
@@ -23,21 +23,40 @@ from stage1_extract.worker import ShardResult
 
 FILE, PAGE = "status.json", "status.html"
 _EVERY_S = 2.0
+_EVERY_REMOTE_S = 15.0
 _SILENT_S = 120.0
 
 
 class Status:
-    """Progress of one run: a bar in total, one per device when there are several, and the file."""
+    """Progress of one run: a bar in total, one per device when there are several, and the file.
+
+    Args:
+        rank, size: this process's place under a launcher; rank 0 shows the sum over all.
+        run: the same on all ranks, another one in every run.
+    """
 
     def __init__(
-        self, store: Store, what: str, tokens: int, shards: int, devices: int, rejects: int
+        self,
+        store: Store,
+        what: str,
+        tokens: int,
+        shards: int,
+        devices: int,
+        rejects: int,
+        *,
+        rank: int = 0,
+        size: int = 1,
+        run: str = "",
     ) -> None:
         self.store, self.started, self._written = store, time.time(), 0.0
-        self.bar = progress(tokens, "extract", "tok")
+        self.rank, self.size, self._rejects_before = rank, size, rejects
+        self._every_s = _EVERY_REMOTE_S if store.files.remote else _EVERY_S
+        self.bar = progress(tokens, "extract", "tok", disable=rank > 0)
         self.bars: dict[str, Any] = {}
         self.devices = devices
         self.state: dict[str, Any] = {
             "state": "running",
+            "run": run,
             "what": what,
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -57,14 +76,15 @@ class Status:
         self.state["tokens"] += tokens
         mine = self.state["workers"].setdefault(worker, {"tokens": 0, "shards": 0})
         mine["tokens"] += tokens
-        self.bar.update(tokens)
+        if self.size == 1:
+            self.bar.update(tokens)
         if self.devices > 1:
             if worker not in self.bars:
                 self.bars[worker] = progress(
                     None, worker, "tok", position=len(self.bars) + 1, leave=False
                 )
             self.bars[worker].update(tokens)
-        if time.time() - self._written >= _EVERY_S:
+        if time.time() - self._written >= self._every_s:
             self._write()
 
     def finished(self, worker: str, result: ShardResult) -> None:
@@ -77,33 +97,63 @@ class Status:
             self.advance(worker, result.shard.num_tokens)
         elif result.shard_id is not None:
             self.state["bytes_written"] += self.store.shard(result.shard_id).stored_bytes
-        written = self.state["bytes_written"] / 1e6
+        shown = self._write()
         self.bar.set_postfix_str(
-            f"shard {self.state['shards']}/{self.state['shards_total']}, {written:,.0f} MB, "
-            f"{self.state['rejects']} rejects"
+            f"shard {shown['shards']}/{shown['shards_total']}, "
+            f"{shown['bytes_written'] / 1e6:,.0f} MB, {shown['rejects']} rejects"
         )
-        self._write()
 
     def close(self, state: str) -> None:
         """The last word: done, stopped or failed."""
+        self.state["state"] = state
+        if self.rank == 0:
+            self._write()
         for bar in [*self.bars.values(), self.bar]:
             bar.close()
-        self.state["state"] = state
-        self._write()
+        with contextlib.suppress(DrafttapeError, OSError):
+            for rank in range(1, self.size) if self.rank == 0 and state != "failed" else ():
+                self.store.files.remove(_rank_file(rank))
 
-    def _write(self) -> None:
+    def _write(self) -> dict[str, Any]:
+        """Writes what this process shows, and returns it."""
         now = time.time()
         self._written = now
-        speed = self.state["tokens"] / max(now - self.started, 1e-3)
-        left = self.state["tokens_total"] - self.state["tokens"]
-        self.state["updated"] = now
-        self.state["tokens_per_s"] = round(speed, 1)
-        self.state["eta_s"] = round(left / speed) if speed > 0 else None
+        files, shown = self.store.files, self._summed()
+        if self.size > 1:
+            self.bar.update(shown["tokens"] - self.bar.n)
+        speed = shown["tokens"] / max(now - self.started, 1e-3)
+        left = shown["tokens_total"] - shown["tokens"]
+        shown["updated"] = now
+        shown["tokens_per_s"] = round(speed, 1)
+        shown["eta_s"] = round(left / speed) if speed > 0 else None
         # A status that can't be written must not stop the run: the store reports a full disk.
         with contextlib.suppress(DrafttapeError, OSError):
-            files = self.store.files
-            files.write(FILE, json.dumps(self.state, indent=1).encode())
-            files.write(PAGE, page(self.state).encode())
+            if self.rank:
+                files.write(_rank_file(self.rank), json.dumps(shown).encode())
+            else:
+                files.write(FILE, json.dumps(shown, indent=1).encode())
+                files.write(PAGE, page(shown).encode())
+        return shown
+
+    def _summed(self) -> dict[str, Any]:
+        """This process's state; on rank 0 with what the other ranks of this run have written."""
+        shown = self.state | {"workers": dict(self.state["workers"])}
+        if self.rank:
+            return shown | {"rejects": self.state["rejects"] - self._rejects_before}
+        for rank in range(1, self.size):
+            try:
+                other = json.loads(self.store.files.read(_rank_file(rank)))
+            except (DrafttapeError, OSError, ValueError):
+                continue  # it hasn't begun
+            if other["run"] == shown["run"]:
+                for key in ("tokens", "shards", "rejects", "bytes_written"):
+                    shown[key] += other[key]
+                shown["workers"] |= other["workers"]
+        return shown
+
+
+def _rank_file(rank: int) -> str:
+    return f".status-rank-{rank}.json"
 
 
 def status(cfg: StatusConfig) -> int:

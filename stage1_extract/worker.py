@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from shared.capture import capture, pack_batch, pad_batch
+from shared.capture import capture, out_of_memory, pack_batch, pad_batch
 from shared.errors import TargetError
 from shared.log import note
 from shared.sample import sample_id
@@ -169,20 +169,13 @@ class Worker:
             ) from None
         if self.target.info.cfg.tensor_parallel > 1:
             raise TargetError(
-                f"out of memory with {size} tokens", where=where, do="Lower batch_tokens"
+                f"out of memory with {size} tokens, and ranks that share a target can't halve "
+                "together: the others wait inside the forward pass",
+                where=where,
+                do=f"Give the same command with batch_tokens={size // 2}; committed shards stay",
             ) from None
         self.budget = min(self.budget, size // 2)
         note(f"{self.target.device}: out of memory with {size} tokens, going on with {size // 2}")
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Torch's own error, or what a library inside says when the device's memory is full."""
-    import torch
-
-    said = str(error)
-    return isinstance(error, torch.OutOfMemoryError) or (
-        "CUDA error: out of memory" in said or "STATUS_ALLOC_FAILED" in said
-    )
 
 
 class _BadSamples(Exception):  # discards the shard that is being written

@@ -102,6 +102,33 @@ def test_a_deepspec_manifest_can_not_name_files_elsewhere(tmp_path):
         bring("deepspec", out, tmp_path / "c")
 
 
+def test_the_wrong_kind_is_told_which_one_the_files_are(tmp_path):
+    for kind in KINDS:
+        spec = CaptureSpec("w", "toy", (1, 3, 5), 32) if kind == "speculators" else WITH_LAST
+        store, _ = made(tmp_path / f"cache-{kind}", spec)
+        export_to(kind, store, "all", str(tmp_path / kind))
+        for wrong in KINDS.keys() - {kind}:
+            with pytest.raises(DataError, match=f"its files look like {kind}'s.*ROOT {kind} "):
+                bring(wrong, tmp_path / kind, tmp_path / "x")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "readme.md").touch()
+    with pytest.raises(DataError, match=r"no \*\.ckpt or \*\.ckpt\.gz in it.*that specforge wrote"):
+        bring("specforge", tmp_path / "notes", tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_deepspec_index_that_ends_early_is_told(tmp_path):
+    store, _ = made(tmp_path / "a", WITH_LAST)
+    out = tmp_path / "out"
+    export_to("deepspec", store, "all", str(out))
+    index = (out / "samples.idx").read_bytes()
+    (out / "samples.idx").write_bytes(index[:-10])
+    report = bring("deepspec", out, tmp_path / "b")
+    assert report.samples == 3
+    ((_, reason),) = report.rejected
+    assert reason == "the index has 3 samples, the manifest 4"
+
+
 def test_refusals(tmp_path):
     store, _ = made(tmp_path / "a", CaptureSpec("w", "toy", (1, 3), 32))
     with pytest.raises(ConfigError, match="last hidden"):
@@ -110,6 +137,7 @@ def test_refusals(tmp_path):
         export_to("speculators", store, "all", str(tmp_path / "a"))
     with pytest.raises(ConfigError, match="nothing is known"):
         export_to("zip", store, "all", str(tmp_path / "x"))
+    (tmp_path / "data_0.ckpt").touch()
     with pytest.raises(ConfigError, match="layer_ids"):
         import_from(
             "specforge", str(tmp_path), str(tmp_path / "b"), codec="lossless", container="zarr",

@@ -20,7 +20,7 @@ import pytest
 
 from shared.config import TargetConfig, compose
 from shared.errors import CacheError, ConfigError, Interrupted, TargetError
-from shared.fs import Lock
+from shared.fs import LocalFiles, Lock
 from shared.store import Store
 from stage1_extract import executors, local_workers, worker
 from stage1_extract.build import extract
@@ -84,6 +84,11 @@ def test_a_worker_killed_at_random_moments_changes_nothing(tmp_path):
     assert tree(tmp_path / "cache") == tree(tmp_path / "straight")
 
 
+def bare(root: Path):
+    """A store that is only a place."""
+    return SimpleNamespace(root=str(root), files=LocalFiles(root))
+
+
 def local_work(stop: threading.Event, count: int = 5):
     """Shards of no content, and what was reported about them."""
     shards = [ShardPlan((f"{i:032x}",), (10 + i,), ((0, 1),)) for i in range(count)]
@@ -104,7 +109,7 @@ def test_shards_of_dead_workers_are_handed_out_again(tmp_path, monkeypatch):
     for number in range(2):
         (tmp_path / f"die-{number}").touch()
     work, done, counted = local_work(threading.Event())
-    run_local(SimpleNamespace(root=str(tmp_path)), ["cpu", "cpu"], work)
+    run_local(bare(tmp_path), ["cpu", "cpu"], work)
     assert sorted(done) == [shard.ids[0] for shard in work.shards]
     # Tokens of work that was lost are taken back.
     assert sum(counted.values()) == sum(shard.num_tokens for shard in work.shards)
@@ -117,7 +122,7 @@ def test_a_shard_that_another_run_has_in_hand_comes_last(tmp_path, monkeypatch, 
     work, _, _ = local_work(threading.Event())
     ids, seen = [shard.ids[0] for shard in work.shards], []
     held = Lock.take(tmp_path / "shards" / f".claim-{ids[1]}", wait=False)
-    for shard in in_turn(SimpleNamespace(root=str(tmp_path)), work, work.shards, "cpu"):
+    for shard in in_turn(bare(tmp_path), work, work.shards, "cpu"):
         seen.append(shard.ids[0])
         if len(seen) == 4:
             threading.Timer(0.05, held.release).start()
@@ -146,7 +151,7 @@ def test_a_stop_finishes_shards_in_hand_only(tmp_path, monkeypatch):
     stop = threading.Event()
     work, done, _ = local_work(stop)
     stopping = replace(work, finished=lambda *a: (work.finished(*a), stop.set()))
-    run_local(SimpleNamespace(root=str(tmp_path)), ["cpu"], stopping)
+    run_local(bare(tmp_path), ["cpu"], stopping)
     assert done == [work.shards[0].ids[0]]
 
 
@@ -155,7 +160,7 @@ def test_workers_that_keep_dying_end_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(local_workers, "worker_main", worker_fakes.die)
     work, _, _ = local_work(threading.Event())
     with pytest.raises(TargetError, match=r"3 workers died \(exit code 5\)"):
-        run_local(SimpleNamespace(root=str(tmp_path)), ["cpu", "cpu"], work)
+        run_local(bare(tmp_path), ["cpu", "cpu"], work)
 
 
 @pytest.mark.slow
@@ -163,7 +168,7 @@ def test_what_a_worker_refuses_reaches_the_user(tmp_path, monkeypatch):
     monkeypatch.setattr(local_workers, "worker_main", worker_fakes.refuse)
     work, _, _ = local_work(threading.Event())
     with pytest.raises(TargetError, match="no such kernel"):
-        run_local(SimpleNamespace(root=str(tmp_path)), ["cpu", "cpu"], work)
+        run_local(bare(tmp_path), ["cpu", "cpu"], work)
 
 
 @pytest.mark.slow
@@ -179,7 +184,7 @@ def test_torchrun_ranks_make_the_same_bytes(tmp_path):
     assert Store.open(tmp_path / "many").resolve() == Store.open(tmp_path / "one").resolve()
 
 
-def test_ranks_come_from_the_launcher():
+def test_ranks_come_from_the_launcher(monkeypatch):
     assert Ranks.from_environment({}) is None
     assert Ranks.from_environment({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}) == (
         Ranks(1, 4, 1)
@@ -189,6 +194,16 @@ def test_ranks_come_from_the_launcher():
         Ranks.from_environment(slurm)
     found = Ranks.from_environment(slurm | {"MASTER_ADDR": "node1"})
     assert found == Ranks(5, 8, 1)
+    monkeypatch.setattr("torch.distributed.init_process_group", lambda *args, **kwargs: None)
+    for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.setenv(key, "")
+    found.start()  # transformers reads torchrun's variables, also under SLURM
+    assert [os.environ[key] for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK")] == ["5", "8", "1"]
+    left: list[int] = []
+    monkeypatch.setattr("torch.distributed.destroy_process_group", lambda: left.append(1))
+    for kind in (None, Interrupted, TargetError):
+        found.leave(kind, None, None)
+    assert len(left) == 2  # a rank that fails must not wait for the others
     assert (found.device("cuda"), found.device("cpu")) == ("cuda:1", "cpu")
     assert worker_devices("cpu", 3) == ["cpu"] * 3
     assert worker_devices("cuda:1", 2) == ["cuda:1"] * 2
@@ -229,7 +244,7 @@ def test_the_status_word_tells_how_it_stands(tmp_path, capsys):
     running = Status(store, "tiny <b>", 1000, 4, 1, 2)
     running.advance("cpu", 250)
     running.finished("cpu", worker.ShardResult(None, None, 1.0, {"x": "bad"}))
-    state = running.state
+    state = json.loads((tmp_path / "cache" / "status.json").read_text())
     text = "\n".join(lines(state, state["updated"] + 1))
     for part in ("running", "250 of 1,000 (25.0%)", "1 of 4", "3 rejects", "left"):
         assert part in text
@@ -244,6 +259,31 @@ def test_the_status_word_tells_how_it_stands(tmp_path, capsys):
     (tmp_path / "cache" / "status.json").write_text("{")
     with pytest.raises(CacheError, match="can't be read"):
         status(compose("status", StatusConfig, [f"root={tmp_path / 'cache'}"]))
+
+
+def test_the_status_of_ranks_is_their_sum(tmp_path):
+    root = tmp_path / "cache"
+    store = Store.create(root, spec_of(tmp_path))
+    old = Status(store, "tiny", 1000, 4, 1, 2, rank=1, size=2, run="before")
+    old.advance("rank 1", 999)
+    zero = Status(store, "tiny", 1000, 4, 1, 2, rank=0, size=2, run="now")
+    assert json.loads((root / "status.json").read_text())["tokens"] == 0
+    one = Status(store, "tiny", 1000, 4, 1, 2, rank=1, size=2, run="now")
+    one.advance("rank 1", 300)
+    one.finished("rank 1", worker.ShardResult(None, None, 1.0, {"x": "bad"}))
+    zero.advance("rank 0", 200)
+    zero.finished("rank 0", worker.ShardResult(None, None, 1.0))
+    one.close("done")
+    zero.close("done")
+    state = json.loads((root / "status.json").read_text())
+    assert (state["state"], state["tokens"], state["shards"], state["rejects"]) == (
+        "done", 500, 2, 3,
+    )  # fmt: skip
+    assert state["workers"] == {
+        "rank 0": {"tokens": 200, "shards": 1},
+        "rank 1": {"tokens": 300, "shards": 1},
+    }
+    assert not list(root.glob(".status*"))
 
 
 def spec_of(tmp_path: Path):

@@ -3,13 +3,15 @@
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from shared import target_files, target_kernels, tiny
+from shared import target_files, target_kernels, tensor_parallel, tiny
 from shared.config import Dtype, TargetConfig
 from shared.errors import ConfigError, TargetError
 from shared.store import Store, load_frozen
@@ -78,6 +80,24 @@ def test_ranks_and_maps_that_do_not_fit_are_refused(tmp_path):
     both = TargetConfig(name="x", model="x", device_map="auto", tensor_parallel=2)
     with pytest.raises(ConfigError, match="exclude"):
         target_files.placement(both, None, "cpu")
+
+
+def test_out_of_memory_on_another_rank_of_a_shared_target_says_what_to_do(monkeypatch):
+    def full(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    sent = [(torch.zeros(4, 100, dtype=torch.int64), ([100] * 4, [1], False, False))]
+    monkeypatch.setattr("shared.capture.capture", full)
+    monkeypatch.setattr(
+        "torch.distributed.broadcast_object_list", lambda box: box.__setitem__(0, sent[0])
+    )
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 3)
+    info = SimpleNamespace(cfg=SimpleNamespace(tensor_parallel=4))
+    target = SimpleNamespace(device=torch.device("cpu"), info=info)
+    thread = ThreadPoolExecutor(1)  # a rank's own signals are not this test's
+    with pytest.raises(TargetError, match=r"400 tokens on rank 3 .*batch_tokens=200; committed"):
+        thread.submit(tensor_parallel.follow, target).result()
+    thread.shutdown()
 
 
 @pytest.mark.slow

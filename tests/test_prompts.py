@@ -192,16 +192,18 @@ def test_files_may_be_compressed_parquet_arrays_and_globs(tmp_path):
     with pyarrow.output_stream(str(tmp_path / "b.jsonl.zst"), compression="zstd") as file:
         file.write(lines)
     (tmp_path / "c.json").write_text(" " + json.dumps(rows, indent=1))
+    with pyarrow.output_stream(str(tmp_path / "e.json.zst"), compression="zstd") as file:
+        file.write(json.dumps(rows).encode())
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "d.parquet")
     wanted = None
-    for pattern in ("a*", "b*", "c*", "d*"):
+    for pattern in ("a*", "b*", "c*", "d*", "e*"):
         found = prepare(DataConfig(paths=[f"{tmp_path}/{pattern}"]), tokenizer())
         ids = [(sample.id, sample.name) for sample in found.samples]
         wanted = wanted or ids
         assert ids == wanted
         assert len(ids) == 3
     both = prepare(DataConfig(paths=[f"{tmp_path}/*"]), tokenizer())
-    assert (len(both.samples), both.num_duplicates, both.num_rows) == (3, 9, 12)
+    assert (len(both.samples), both.num_duplicates, both.num_rows) == (3, 12, 15)
 
 
 def test_bad_lines_are_rejected_with_line_and_reason_and_the_rest_goes_on(tmp_path):
@@ -260,6 +262,12 @@ def test_nothing_usable_is_an_error_that_says_why(tmp_path):
     (tmp_path / "bad.parquet").write_bytes(b"nothing")
     with pytest.raises(DataError, match=r"can't be read|not a Parquet"):
         prepare(DataConfig(paths=[str(tmp_path / "bad.parquet")]), tokenizer())
+
+
+def test_rows_of_tokens_need_no_chat_template(tmp_path):
+    rows = [{"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}, {"input_ids": [], "loss_mask": []}]
+    found = prepare(DataConfig(paths=write(tmp_path / "x.jsonl", rows)), tokenizer(""))
+    assert len(found.samples) == len(found.rejects) == 1
 
 
 def test_truncation_cuts_the_mask_with_the_tokens(tmp_path):

@@ -3,7 +3,6 @@
 import threading
 import warnings
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +11,7 @@ from shared.store import Store
 from stage1_extract import ray_actors
 from stage1_extract.build import extract
 from tests import worker_fakes
-from tests.test_executors import local_work
+from tests.test_executors import bare, local_work
 from tests.test_extract import config, tree
 
 
@@ -49,7 +48,7 @@ def test_actors_make_the_same_bytes_and_a_lost_one_is_replaced(tmp_path, monkeyp
 def test_actors_that_keep_dying_or_refuse_end_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(ray_actors, "Actor", worker_fakes.RefusingActor)
     work, done, _ = local_work(threading.Event())
-    store = SimpleNamespace(root=str(tmp_path))
+    store = bare(tmp_path)
     with pytest.raises(TargetError, match="no such kernel") as refused:
         ray_actors.run_ray(store, work, "cpu", 2, None)
     assert (refused.value.where, refused.value.do) == ("here", "Wait")
@@ -63,7 +62,7 @@ def test_actors_that_keep_dying_or_refuse_end_the_run(tmp_path, monkeypatch):
 def test_actors_that_no_node_can_hold_end_the_run_at_once(tmp_path):
     work, done, _ = local_work(threading.Event())
     with pytest.raises(ConfigError, match=r"needs 1 CPU and 1 GPU, and no node .* 2 CPU, 0 GPU"):
-        ray_actors.run_ray(SimpleNamespace(root=str(tmp_path)), work, "cuda", 2, None)
+        ray_actors.run_ray(bare(tmp_path), work, "cuda", 2, None)
     assert done == []
 
 
@@ -73,7 +72,7 @@ def test_actors_that_are_queued_are_spoken_of_and_the_others_work(tmp_path, monk
     monkeypatch.setattr(ray_actors, "Actor", worker_fakes.QuietActor)
     monkeypatch.setattr(ray_actors, "_EVERY_S", 0.2)
     work, done, _ = local_work(threading.Event())
-    ray_actors.run_ray(SimpleNamespace(root=str(tmp_path)), work, "cpu", 4, None)
+    ray_actors.run_ray(bare(tmp_path), work, "cpu", 4, None)
     assert sorted(done) == [shard.ids[0] for shard in work.shards]
     assert "2 actors wait for a node with a free CPU" in capsys.readouterr().err
 

@@ -13,7 +13,7 @@ from shared.errors import ConfigError
 from shared.log import read_json_lines
 from stage1_extract.config import GenerateConfig, ServerConfig
 from stage1_extract.generate import generate
-from stage1_extract.remote import AnswerError, Server
+from stage1_extract.remote import AnswerError, Server, answer_chats
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -40,6 +40,12 @@ class Handler(BaseHTTPRequestHandler):
         if question == "busy" and count < 3:
             return self.reply(429, {"error": "slow down"})
         if question == "drop" and count == 1:
+            return self.close()
+        if question == "cut" and count == 1:
+            self.send_response(200)
+            self.send_header("Content-Length", "999")
+            self.end_headers()
+            self.wfile.write(b'{"choices": [')
             return self.close()
         if question == "refused" and not state["healed"]:
             return self.reply(400, {"error": "too long"})
@@ -111,7 +117,8 @@ def config(tmp_path, turns, *endpoints, **server):
 
 def test_chats_are_answered_concurrently_by_all_endpoints(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
-    turns = [[f"q{i}", f"again {i}"] for i in range(12)] + [["busy"], ["drop"], ["long"]]
+    turns = [[f"q{i}", f"again {i}"] for i in range(12)]
+    turns += [["busy"], ["drop"], ["cut"], ["long"]]
     with serving() as (one, first), serving() as (two, second):
         assert generate(config(tmp_path, turns, first, second, concurrency=6)) == 0
         assert 1 < one["most"] <= 6
@@ -124,11 +131,35 @@ def test_chats_are_answered_concurrently_by_all_endpoints(tmp_path, monkeypatch,
         assert generate(config(tmp_path, turns, first, second)) == 0
         assert sum(one["seen"].values()) == before
     shown = capsys.readouterr().out
-    assert "15 chats generated, 0 kept, 0 rejected, 189 tokens" in shown
+    assert "16 chats generated, 0 kept, 0 rejected, 196 tokens" in shown
     lines = read_json_lines(tmp_path / "out.jsonl")
     assert [line["messages"][0]["content"] for line in lines] == [turn[0] for turn in turns]
     assert [m["content"] for m in lines[3]["messages"]] == ["q3", "Q3", "again 3", "AGAIN 3"]
     assert lines[-1]["messages"][1]["finish_reason"] == "length"
+
+
+def test_a_stop_finishes_chats_in_hand_with_all_their_turns():
+    stop, asked, done = threading.Event(), [], []
+
+    class Chat:
+        def __init__(self):
+            self.messages = []
+
+        def add(self, message):
+            self.messages.append(message)
+            return len(self.messages) < 3
+
+    class Fake:
+        cfg = ServerConfig(endpoints=["http://x"], concurrency=1)
+
+        def answer(self, endpoint, messages):
+            asked.append(endpoint)
+            stop.set()
+            return {"tokens": 1}
+
+    answer_chats(Fake(), [Chat(), Chat()], stop, done.append, None, lambda tokens: None)
+    assert len(asked) == 3
+    assert len(done) == 1
 
 
 def test_failures_go_to_their_own_file_and_are_tried_again(tmp_path, capsys):
