@@ -63,13 +63,14 @@ def padded(rows_RLD: np.ndarray, chunk_tokens: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class BloscCodec:
-    """Blosc over the raw bits. `blocksize` is the trap: at Blosc's own choice the ratio is .80."""
+    """Blosc over the raw bits. `blocksize` is the trap: at Blosc's own choice the ratio is .80, at
+    1 MiB .690, at 4 MiB (mostly a whole chunk) .682, all equally fast."""
 
     name: str
     cname: str
     clevel: int
     shuffle: str
-    blocksize: int = 1 << 20
+    blocksize: int = 1 << 22
     lossy: bool = False
 
     def zarr_codecs(self) -> list[dict[str, Any]]:

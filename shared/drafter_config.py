@@ -47,6 +47,9 @@ class DrafterConfig:
         None, "file of the ids to draft instead: a JSON list, or one id a line; null: counted"
     )
     init_std: float = opt(0.02, "standard deviation of initial weights", low=0)
+    logit_std: float = opt(
+        1.0, "standard deviation of a random state's logits at the start (Muon: 3)", above=0
+    )
 
 
 @dataclass(frozen=True)

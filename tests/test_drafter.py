@@ -226,3 +226,14 @@ def test_extended_in_bfloat16(embed):
     batch.input_ids_T[11] = 3
     expected = drafter(batch, embed)[0]
     torch.testing.assert_close(h_BD, expected, rtol=0.1, atol=0.1)
+
+
+@pytest.mark.parametrize("deviation", [1.0, 3.0])
+def test_logits_start_with_the_stated_deviation(deviation):
+    drafter = tiny(logit_std=deviation)
+    rng = torch.Generator().manual_seed(0)
+    head_VD = torch.randn(500, 32, generator=rng) * torch.rand(500, 1, generator=rng)
+    drafter.match_head(head_VD)
+    states_ND = torch.randn(400, 32, generator=rng)
+    logits_NV = drafter.norm(states_ND).detach() @ head_VD.T
+    assert float(logits_NV.pow(2).mean().sqrt()) == pytest.approx(deviation, rel=0.03)
