@@ -210,6 +210,24 @@ def choose_device(name: str) -> str:
     return name
 
 
+def use_device(device: str) -> None:
+    """Makes a numbered GPU the current one; pinned memory would else open the first GPU as well."""
+    if device.startswith("cuda:"):
+        import torch
+
+        torch.cuda.set_device(device)
+
+
+def free_memory() -> None:
+    """Gives the memory of targets that nobody refers to any more back to their devices."""
+    import gc
+
+    import torch
+
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
 def describe_target(cfg: TargetConfig) -> TargetInfo:
     """Config, class and weights digest of a target; reads files, loads no weights.
 

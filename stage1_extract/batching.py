@@ -13,7 +13,7 @@ from shared.config import TargetConfig
 from shared.errors import CacheError, ConfigError, TargetError
 from shared.log import note
 from shared.store import Store
-from shared.target import Target, TargetInfo, choose_device, load_target
+from shared.target import Target, TargetInfo, choose_device, free_memory, load_target
 from shared.target_kernels import attention_backend, gdn_backend, may_be_flash
 from stage1_extract.checks import self_test
 from stage1_extract.config import Batching, ExtractConfig
@@ -45,7 +45,9 @@ def choose_batching(
     if not is_candidate(info, device) or not cfg.self_test:
         return False
     note(f"loading {info.cfg.name} on {device}")
-    return keeps_apart(load_target(info.cfg, device, info), samples, last_hidden=cfg.last_hidden)
+    packed = keeps_apart(load_target(info.cfg, device, info), samples, last_hidden=cfg.last_hidden)
+    free_memory()
+    return packed
 
 
 def is_candidate(info: TargetInfo, device: str) -> bool:

@@ -20,10 +20,12 @@ from shared.target import (
     TargetInfo,
     choose_device,
     describe_target,
+    free_memory,
     load_target,
     load_tokenizer,
     mask_token_id,
     text_config,
+    use_device,
 )
 from stage1_extract.batching import choose_batching
 from stage1_extract.checks import self_test, self_test_samples
@@ -68,6 +70,7 @@ def extract(cfg: ExtractConfig) -> int:
             ranks.start(nccl=cfg.target.tensor_parallel > 1 and device.startswith("cuda"))
             stack.push(ranks.leave)
             device = ranks.device(device)
+        use_device(device)
         tokens = {sample.id: sample.tokens_T for sample in prepared.samples}
         packed = choose_batching(cfg, info, device, self_test_samples(tokens))
         spec = info.spec(device, last_hidden=cfg.last_hidden, packed=packed)
@@ -181,7 +184,8 @@ def capture_missing(
         note(f"self-test passed: batched equals alone within {max(errors.values()):.1e}")
     devices = worker_devices(device, cfg.workers)
     if cfg.executor is Executor.ray or (len(devices) > 1 and ranks is None):
-        target = None  # the workers load their own
+        target = None  # the workers load their own, on the same devices
+        free_memory()
     state = _run(job, devices, shards, stop_at, None if split else ranks, target)
     if split:
         tensor_parallel.release()

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from shared.errors import ConfigError, CorruptionError, DataError, Interrupted, MismatchError
-from shared.fs import disk_errors, write_atomic
+from shared.fs import Lock, disk_errors, write_atomic
 from shared.log import JsonLines, note, progress, read_json_lines, say
 from shared.target import Target, choose_device, load_target
 from stage1_extract.config import GenerateConfig
 from stage1_extract.decoding import greedy, group_prompts
 from stage1_extract.executors import stop_on_signals
 from stage1_extract.masking import ChatTemplate
-from stage1_extract.remote import Server, answer_chats
+from stage1_extract.remote import AnswerError, Server, answer_chats
 from stage1_extract.rows import BadRow, Reject, Row, data_sources, read_rows
 
 
@@ -80,13 +80,38 @@ def generate(cfg: GenerateConfig) -> int:
     chats, rejects = read_prompts(cfg)
     server = Server(cfg.server, cfg.max_new_tokens)
     output = Path(cfg.output)
-    done = _existing(output, cfg.server.model or cfg.target.name)
+    lock = _lock(output)
+    try:
+        return _generate(cfg, server, output, chats, rejects)
+    finally:
+        lock.release()
+
+
+def _lock(output: Path) -> Lock:
+    """
+    Raises:
+        ConfigError: another process writes this file: it would rewrite it without our chats.
+    """
+    with disk_errors(output):
+        lock = Lock.take(output.with_name(f".{output.name}.lock"), wait=False)
+    if lock is None:
+        raise ConfigError(
+            "another drafttape generate is writing it",
+            where=output,
+            do="Wait for it, or give another output=FILE.jsonl",
+        )
+    return lock
+
+
+def _generate(
+    cfg: GenerateConfig, server: Server, output: Path, chats: list[Chat], rejects: list[Reject]
+) -> int:
+    done = _existing(output, _answering(cfg, server))
     todo = [chat for chat in chats if chat.key not in done]
     started = time.perf_counter()
     tokens, failures = 0, 0
     if todo:
         with disk_errors(output):
-            output.parent.mkdir(parents=True, exist_ok=True)
             lines = JsonLines(output, keep=lambda line: True)
         try:
             if cfg.server.endpoints:
@@ -114,6 +139,16 @@ def generate(cfg: GenerateConfig) -> int:
         f"{len(rejects) + failures:,} rejected{speed}: {output}"
     )
     return 3 if rejects or failures else 0
+
+
+def _answering(cfg: GenerateConfig, server: Server) -> str | None:
+    """Name of the model that answers: the target's, or the served one's; None: no server says."""
+    if not cfg.server.endpoints:
+        return cfg.target.name
+    try:
+        return server.model(cfg.server.endpoints[0])
+    except AnswerError:
+        return None
 
 
 def read_prompts(cfg: GenerateConfig) -> tuple[list[Chat], list[Reject]]:
@@ -153,8 +188,11 @@ def _chat(row: Row) -> Chat:
     return Chat(row.source, row.name, system[0] if system else None, turns)
 
 
-def _existing(output: Path, target: str) -> set[str]:
+def _existing(output: Path, target: str | None) -> set[str]:
     """Keys of finished chats in the output file.
+
+    Args:
+        target: who will answer; None: not known.
 
     Raises:
         DataError: it holds something else. MismatchError: another target answered them.
@@ -173,7 +211,7 @@ def _existing(output: Path, target: str) -> set[str]:
             do="Give another output=FILE.jsonl",
         ) from None
     others = sorted({str(line.get("target")) for line in lines} - {target})
-    if others:
+    if others and target is not None:
         raise MismatchError(
             f"the file has chats of {', '.join(others)}, these would be of {target}",
             where=output,
@@ -251,7 +289,8 @@ def _ask_all(
         def done(chat: Chat) -> None:
             nonlocal finished
             finished += 1
-            lines.write(**chat.record(cfg.server.model or cfg.target.name))
+            served = cfg.server.model or next(iter(server.models.values()))
+            lines.write(**chat.record(served))
 
         def failed(chat: Chat, reason: str) -> None:
             nonlocal failures

@@ -167,12 +167,13 @@ def worker_main(
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     import torch
 
-    from shared.target import load_target
+    from shared.target import load_target, use_device
     from stage1_extract.worker import Worker
 
     try:
         if device == "cpu":
             torch.set_num_threads(max(1, torch.get_num_threads() // count))
+        use_device(device)
         worker = Worker(Store.open(root), load_target(target_config, device), codec, container)
         pipe.send(("ready", None))
         while True:

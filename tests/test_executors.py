@@ -22,6 +22,7 @@ from shared.config import TargetConfig, compose
 from shared.errors import CacheError, ConfigError, Interrupted, TargetError
 from shared.fs import LocalFiles, Lock
 from shared.store import Store
+from shared.target import use_device
 from stage1_extract import executors, local_workers, worker
 from stage1_extract.build import extract
 from stage1_extract.config import StatusConfig
@@ -180,6 +181,10 @@ def test_torchrun_ranks_make_the_same_bytes(tmp_path):
     done = subprocess.run([*command, "batch_tokens=400"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("snapshot ") == 1
+    state = json.loads((tmp_path / "many" / "status.json").read_text())
+    assert state["tokens"] == state["tokens_total"]
+    assert set(state["workers"]) <= {"rank 0", "rank 1"}
+    assert not list((tmp_path / "many").glob(".status*"))
     assert tree(tmp_path / "many") == tree(tmp_path / "one")
     assert Store.open(tmp_path / "many").resolve() == Store.open(tmp_path / "one").resolve()
 
@@ -207,6 +212,11 @@ def test_ranks_come_from_the_launcher(monkeypatch):
     assert (found.device("cuda"), found.device("cpu")) == ("cuda:1", "cpu")
     assert worker_devices("cpu", 3) == ["cpu"] * 3
     assert worker_devices("cuda:1", 2) == ["cuda:1"] * 2
+    current: list[str] = []
+    monkeypatch.setattr("torch.cuda.set_device", current.append)
+    for device in ("cpu", "cuda", "cuda:1"):
+        use_device(device)
+    assert current == ["cuda:1"]
 
 
 def test_until_is_the_next_such_time():

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -509,6 +510,26 @@ def test_after_running_out_of_memory_later_batches_are_smaller_from_the_start(mo
     monkeypatch.setattr(worker, "capture", broken)
     with pytest.raises(RuntimeError, match="another"):
         list(runner.forward(batch))
+
+
+@pytest.mark.slow
+def test_the_parents_target_is_gone_before_workers_load_theirs(tmp_path, monkeypatch):
+    models, freed = [], []
+
+    def load(*args):
+        target = load_target(*args)
+        models.append(weakref.ref(target.model))
+        return target
+
+    def run(store, devices, work):
+        freed.extend(model() is None for model in models)
+        work.stop.set()
+
+    monkeypatch.setattr(build, "load_target", load)
+    monkeypatch.setattr(build, "run_local", run)
+    with pytest.raises(Interrupted):
+        extract(config(tmp_path, "workers=2"))
+    assert freed == [True]
 
 
 def test_host_buffers_are_used_again_whatever_their_order_and_never_pile_up():

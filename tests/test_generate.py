@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from shared.config import compose
-from shared.errors import DataError, Interrupted
+from shared.errors import ConfigError, DataError, Interrupted
+from shared.fs import Lock
 from shared.log import read_json_lines
 from shared.target import load_target
 from stage1_extract import generate as word
@@ -159,6 +160,15 @@ def test_a_signal_keeps_finished_chats(tmp_path, monkeypatch):
     monkeypatch.setattr(word, "greedy", greedy)
     assert generate(config(tmp_path)) == 0
     assert len(read_json_lines(tmp_path / "out.jsonl")) == 4
+
+
+def test_two_runs_do_not_write_one_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(word, "load_target", lambda *a: pytest.fail("the model was loaded"))
+    lock = Lock.take(tmp_path / ".out.jsonl.lock", wait=False)
+    with pytest.raises(ConfigError, match="another drafttape generate"):
+        generate(config(tmp_path))
+    lock.release()
+    assert list(tmp_path.glob("out*")) == []
 
 
 def test_bad_prompts_are_counted_and_foreign_outputs_refused(tmp_path, capsys):

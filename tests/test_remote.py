@@ -136,6 +136,9 @@ def test_chats_are_answered_concurrently_by_all_endpoints(tmp_path, monkeypatch,
     assert [line["messages"][0]["content"] for line in lines] == [turn[0] for turn in turns]
     assert [m["content"] for m in lines[3]["messages"]] == ["q3", "Q3", "again 3", "AGAIN 3"]
     assert lines[-1]["messages"][1]["finish_reason"] == "length"
+    assert {line["target"] for line in lines} == {"served"}  # not the configured local target
+    # With all answers there, nobody has to serve.
+    assert generate(config(tmp_path, turns, "http://127.0.0.1:9/v1", retries=0)) == 0
 
 
 def test_a_stop_finishes_chats_in_hand_with_all_their_turns():
