@@ -25,6 +25,7 @@ DRAFTER = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_entropy_against_counting():
     rng = np.random.default_rng(0)
     exponents = rng.integers(120, 124, (500, 2, 3))  # 2 bits, and independent of the channel

@@ -85,6 +85,7 @@ def test_another_target_is_refused(world):
         evaluate.measure(EvalConfig(run_dir=str(run_dir), checkpoint="step-000099"))
 
 
+@pytest.mark.slow
 def test_sampling_runs(world):
     _, run_dir = world
     result = evaluate.measure(

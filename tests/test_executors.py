@@ -238,6 +238,7 @@ def test_the_deadline_leaves_time_for_a_shard_as_long_as_the_longest():
     assert not Deadline(None, threading.Event()).finished(1e9)
 
 
+@pytest.mark.slow
 def test_until_stops_with_code_4_and_commits_what_is_done(tmp_path, monkeypatch):
     monkeypatch.setattr("stage1_extract.build.deadline", lambda until: time.time())
     with pytest.raises(Interrupted):

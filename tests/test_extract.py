@@ -172,6 +172,7 @@ def test_trap_12_new_masks_run_nothing_and_new_tokens_run_only_themselves(tmp_pa
         assert (root / name).read_bytes() == data
 
 
+@pytest.mark.slow
 def test_trap_12_a_smaller_max_tokens_runs_only_what_it_cuts(tmp_path, monkeypatch):
     extract(config(tmp_path))
     store = Store.open(tmp_path / "cache")
@@ -185,6 +186,7 @@ def test_trap_12_a_smaller_max_tokens_runs_only_what_it_cuts(tmp_path, monkeypat
     assert store.snapshot(old.id).ids == old.ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "field"),
     [

@@ -97,6 +97,7 @@ def test_groups_are_neighbours_in_length_or_of_one_length():
     assert group_prompts(lengths, 2, equal=True) == [[1, 4], [0, 2], [5], [3]]
 
 
+@pytest.mark.slow
 def test_chats_go_turn_after_turn_and_come_out_in_order(tmp_path, capsys):
     assert generate(config(tmp_path)) == 0
     shown = capsys.readouterr()
@@ -130,6 +131,7 @@ def test_the_second_turn_sees_the_first_answer(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_second_run_goes_on_and_loads_no_model_when_all_is_there(tmp_path, monkeypatch):
     generate(config(tmp_path))
     output = tmp_path / "out.jsonl"
@@ -143,6 +145,7 @@ def test_a_second_run_goes_on_and_loads_no_model_when_all_is_there(tmp_path, mon
     assert output.read_bytes() == whole
 
 
+@pytest.mark.slow
 def test_a_signal_keeps_finished_chats(tmp_path, monkeypatch):
     calls = []
 

@@ -18,6 +18,7 @@ def composed(*overrides):
     return compose("train", TrainConfig, ["run_dir=x", "cache.root=y", *overrides])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_each_optimizer_trains(name):
     model = Mixed()

@@ -53,6 +53,7 @@ def batches(root, workers):
         ]
 
 
+@pytest.mark.slow
 def test_trap_19_both_containers_and_0_and_2_workers_give_the_same_batches(cache, tmp_path):
     shutil.copytree(cache, tmp_path / "tar")
     assert Store.open(tmp_path / "tar").convert("webdataset") > 1

@@ -108,6 +108,7 @@ def test_light_and_dark(written):
     assert light[1] != dark[1]
 
 
+@pytest.mark.slow
 def test_untrusted_names_stay_text(tmp_path):
     paths = pair(tmp_path / "a")
     (tmp_path / "b").mkdir()

@@ -73,6 +73,7 @@ def composed(cache, run_dir, *overrides):
     return compose("train", TrainConfig, [*overrides, *keys])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "option",
     [

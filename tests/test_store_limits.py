@@ -159,6 +159,7 @@ def test_trap_18_workers_after_the_parent_has_decoded(tmp_path, method):
     assert method in multiprocessing.get_all_start_methods()
 
 
+@pytest.mark.slow
 def test_a_sample_of_one_token_and_one_of_many(tmp_path):
     for container in ("zarr", "webdataset"):
         store, truth = fill(tmp_path / container, [[1, 20_000]], container=container)

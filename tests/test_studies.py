@@ -153,6 +153,7 @@ def change(rng, batch, kind):
     return dataclasses.replace(batch, cu_seqlens=ends)
 
 
+@pytest.mark.slow
 def test_planted_changes_of_one_input_are_refused_and_named_100_of_100(tmp_path):
     rng, refused = np.random.default_rng(5), 0
     batches = rows(rng, 30)

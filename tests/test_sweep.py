@@ -451,6 +451,7 @@ def test_parquet_takes_mixed_columns(tmp_path):
     assert back[2]["b"] == "3"
 
 
+@pytest.mark.slow
 def test_dry_run_runs_nothing(tmp_path, capsys):
     plan_file(tmp_path, seeds=[0, 1, 2])
     assert sweep.sweep(config(tmp_path, dry_run=True)) == 0

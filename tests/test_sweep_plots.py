@@ -41,6 +41,7 @@ def full_sweep():
     return rows
 
 
+@pytest.mark.slow
 def test_every_axis_has_its_plot():
     rows = full_sweep()
     assert [i.name for i in sweep_plots.shapes(rows)] == ["shapes-0", "shapes-1"]

@@ -67,6 +67,7 @@ def test_output_is_the_targets_own(kind, budget):
         assert fast.acceptance >= chain.acceptance
 
 
+@pytest.mark.slow
 def test_a_tree_beats_a_chain_when_the_second_choice_is_right():
     model = tiny_target()
     own = decode.greedy(model, PROMPT, 60).tokens
