@@ -1,10 +1,11 @@
 """Reader processes: rows of hidden states into shared, reused buffers. Free of torch.
 
 A worker is a spawned process with one thread. It opens the cache lazily, reads the documents of a
-row straight into its slot of shared memory and answers with the tokens; the training process wraps
-the slot without a copy. Row i belongs to worker i mod W and slot i mod (W * prefetch), so rows come
-back in order and at most `prefetch` of a worker are ahead. A worker's error travels as a value and
-is raised in the training process as it is.
+row straight into its slot of shared memory and answers with their number of tokens; the training
+process wraps the slot without a copy. An answer is so small that no worker waits to be heard, so
+tasks are always taken from the pipe. Row i belongs to worker i mod W and slot i mod (W * prefetch),
+so rows come back in order and at most `prefetch` of a worker are ahead. A worker's error travels as
+a value and is raised in the training process as it is.
 """
 
 import contextlib
@@ -39,10 +40,10 @@ class SharedBlock:
         self.fd, self.num_bytes = fd, num_bytes
         self.memory = mmap.mmap(fd, num_bytes)
 
-    def array(self, shape: tuple[int, ...], offset: int = 0) -> np.ndarray:
-        """A uint16 view."""
+    def array(self, shape: tuple[int, ...], offset: int = 0, dtype: type = np.uint16) -> np.ndarray:
+        """A view."""
         count = int(np.prod(shape))
-        return np.frombuffer(self.memory, np.uint16, count, offset).reshape(shape)
+        return np.frombuffer(self.memory, dtype, count, offset).reshape(shape)
 
     def __reduce__(self):
         return _attach, (reduction.DupFd(self.fd), self.num_bytes)
@@ -114,7 +115,7 @@ def read_row(reader: Any, parts: Iterable[Part], out_TLD: np.ndarray) -> np.ndar
 
 
 def _work(reader: Any, block: SharedBlock, shape: tuple[int, ...], pipe: Any) -> None:
-    """The loop of a worker: (slot offset, parts) in, ("row", tokens) or an error out."""
+    """The loop of a worker: (slot offset, parts) in, ("row", number of tokens) or an error out."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the training process decides when to end
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -126,12 +127,19 @@ def _work(reader: Any, block: SharedBlock, shape: tuple[int, ...], pipe: Any) ->
         while True:
             offset, parts = pipe.recv()
             try:
-                out_TLD = block.array(shape, offset)
-                pipe.send(("row", read_row(reader, parts, out_TLD)))
+                tokens = read_row(reader, parts, block.array(shape, offset))
+                place = offset + _hidden_bytes(shape)
+                block.array((len(tokens),), place, np.int32)[:] = tokens
+                pipe.send(("row", len(tokens)))
             except DrafttapeError as error:
                 pipe.send(("error", error))
             except Exception:
                 pipe.send(("crash", traceback.format_exc()))
+
+
+def _hidden_bytes(shape: tuple[int, ...]) -> int:
+    """Bytes of a slot before its tokens, which are int32."""
+    return -(-int(np.prod(shape)) * 2 // 4) * 4
 
 
 class Feed:
@@ -149,7 +157,7 @@ class Feed:
     ) -> None:
         self.reader, self.shape = reader, shape
         self.slots = max(1, workers * max(1, prefetch))
-        slot_bytes = int(np.prod(shape)) * 2
+        slot_bytes = _hidden_bytes(shape) + 4 * shape[0]
         self.slot_bytes = -(-slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self.block = SharedBlock(self.slots * self.slot_bytes)
         self._processes, self._pipes = [], []
@@ -169,7 +177,7 @@ class Feed:
     ) -> Iterator[tuple[Any, np.ndarray, np.ndarray]]:
         """Yields (key, tokens int32 [T], hidden uint16 [T, L, D]) for every (key, parts).
 
-        The hidden states are a view into a slot: valid until the next one is asked for.
+        Both are views into a slot: valid until the next row is asked for.
         """
         if not self._processes:
             out_TLD = self.block.array(self.shape)
@@ -191,9 +199,10 @@ class Feed:
                 sent += 1
             if done == sent:
                 return
-            tokens = self._receive(done)
+            count = self._receive(done)
             offset = done % self.slots * self.slot_bytes
-            yield keys.pop(0), tokens, self.block.array((len(tokens), *self.shape[1:]), offset)
+            tokens = self.block.array((count,), offset + _hidden_bytes(self.shape), np.int32)
+            yield keys.pop(0), tokens, self.block.array((count, *self.shape[1:]), offset)
             done += 1
 
     def _send(self, number: int, task: Any) -> None:
@@ -202,7 +211,7 @@ class Feed:
         except OSError:
             raise self._died(number) from None
 
-    def _receive(self, number: int) -> np.ndarray:
+    def _receive(self, number: int) -> int:
         try:
             kind, value = self._pipes[number % len(self._pipes)].recv()
         except (EOFError, OSError):

@@ -1,5 +1,6 @@
 """The plan of steps and the feeding of batches."""
 
+import signal
 from collections import Counter
 
 import numpy as np
@@ -176,6 +177,7 @@ def test_trap_19_20_workers_change_nothing():
     _same(alone[:2], sorted(parts, key=lambda item: item[0]))
 
 
+@pytest.mark.slow
 def test_one_worker_gives_the_same_batches_and_ends():
     snapshot, samples = make_data(count=20)
     plan = _plan(snapshot)
@@ -373,3 +375,25 @@ def test_a_row_holds_at_most_the_stated_anchors():
     assert max(most) <= 7
     with pytest.raises(ConfigError, match="anchors_per_row"):
         StepPlan(snapshot, BatchConfig(anchors_per_row=3), seed=0, block=BLOCK)
+
+
+@pytest.mark.slow
+def test_long_tasks_and_long_rows_dont_wait_for_each_other():
+    """More than a pipe holds in both directions, and as many rows ahead as are asked for."""
+    snapshot, samples = make_data(count=9000, shortest=8, longest=9, heldout=0)
+    plan = _plan(snapshot, tokens_per_row=10**5)
+    config = LoaderConfig(workers=1, prefetch=4)
+    feed = open_feed(plan, Reader(samples), num_states=2, hidden_size=4, config=config)
+
+    def late(*_):
+        raise TimeoutError("the reader process and the trainer wait for each other")
+
+    old = signal.signal(signal.SIGALRM, late)
+    signal.alarm(60)
+    try:
+        with Loader(plan, feed, mask_token_id=99) as loader:
+            count = [batch.num_documents for _, batch in loader.batches(_rows(plan, 3))]
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, old)
+    assert count == [9000] * 6
