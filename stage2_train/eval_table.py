@@ -17,8 +17,8 @@ from typing import Any
 
 from shared.errors import ConfigError, DataError
 from shared.fs import check_writable, write_atomic
-from shared.log import progress, read_json_lines, say
-from stage2_train import decode
+from shared.log import progress, say
+from stage2_train import checkpoint, decode
 from stage2_train.config import EvalConfig
 
 FILE = "eval_table.json"
@@ -71,9 +71,17 @@ def read_prompts(path: str, tokenizer: Any, most: int | None) -> list[tuple[str,
     """
     if not Path(path).is_file():
         raise DataError("the file is not there", where=path, do="Give a JSONL file of prompts")
-    prompts = []
-    for number, row in enumerate(read_json_lines(Path(path))[:most], 1):
-        messages = _messages(row)
+    prompts: list[tuple[str, list[int]]] = []
+    lines = Path(path).read_text(encoding="utf-8", errors="replace").split("\n")
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        if len(prompts) == most:
+            break
+        try:
+            messages = _messages(row := json.loads(line))
+        except ValueError as error:
+            raise DataError(f"it is not JSON ({error})", where=f"{path}:{number}") from None
         if not messages:
             raise DataError(
                 "it has no `turns`, `prompt` or `messages` to ask", where=f"{path}:{number}",
@@ -153,7 +161,9 @@ def measure_table(cfg: EvalConfig) -> dict[str, Any]:
             for way, done in results.items()
         ]
     bar.close()
-    result = {"step": run.state["step"], "snapshot": run.snapshot.id, "rows": rows}
+    weights = checkpoint.weights_key(checkpoint.find(run.path, cfg.checkpoint))
+    result = {"step": run.state["step"], "weights": weights, "snapshot": run.snapshot.id}
+    result["rows"] = rows
     write_atomic(Path(cfg.run_dir) / FILE, json.dumps(result, indent=1).encode() + b"\n")
     return result
 

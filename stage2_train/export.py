@@ -3,10 +3,13 @@
 Three layouts. `drafttape` has its own modelling code (`exported_model.py`, copied along). `dflash`,
 for all-attention drafters, has the names and configuration of z-lab's published drafters, which
 their package and servers load; the modelling code lies beside it for plain transformers.
-`speculators`, for the same drafters, is what that library's own converter makes of the latter.
-Before the directory gets its name, it is loaded from disk and must give the same outputs.
+`speculators`, for the same drafters, is what that library's own loader reads: what its converter
+makes of the latter, and what that leaves out (slots of sliding layers see each other; head rows of
+a draft vocabulary). Before the directory gets its name, it is loaded from disk and must give the
+same outputs.
 """
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -23,14 +26,16 @@ from safetensors.torch import load_file, save_file
 from shared.config import Dtype
 from shared.errors import ConfigError, TrainingError
 from shared.fs import check_writable
-from shared.log import say
+from shared.log import note, say
 from shared.store import load_frozen
 from stage2_train import checkpoint
 from stage2_train.build import build_drafter
 from stage2_train.config import DrafterConfig, ExportConfig, Layout
 from stage2_train.draft_vocabulary import IDS
 from stage2_train.drafter import Drafter
-from stage2_train.evaluate import open_run
+from stage2_train.eval_table import FILE as TABLE
+from stage2_train.eval_table import markdown
+from stage2_train.evaluate import open_run, read_evaluation
 from stage2_train.model_card import model_card
 from stage2_train.warm_start import warm_start
 
@@ -58,7 +63,8 @@ def export(cfg: ExportConfig) -> int:
         if drafter.draft_ids is not None:
             head_SD = drafter.head_rows(load_frozen(store)[1])
         differences = write(made, drafter, config.drafter, info, cfg, head_SD)
-        card = model_card(record, config, info, state["step"], _evaluation(cfg), differences)
+        evaluation = _evaluation(Path(cfg.run_dir), folder)
+        card = model_card(record, config, info, state["step"], evaluation, differences)
         (made / "README.md").write_text(card)
         if output.exists():
             output.rmdir()
@@ -117,6 +123,12 @@ def write(
     _check_ids(directory, ids)
     drafter.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
     if layout is Layout.speculators:
+        if "sliding_attention" in drafter_cfg.layer_types:
+            note(
+                "speculators counts the window of sliding layers from the block's anchor, this "
+                f"drafter from each slot: outputs differ once the context is longer than "
+                f"{drafter_cfg.sliding_window} tokens"
+            )
         return {"read again": reread_difference(directory, drafter, drafter_cfg, info)}
     code = Path(__file__).with_name("exported_model.py")
     shutil.copyfile(code, directory / f"{CODE}.py")
@@ -211,7 +223,8 @@ def _speculators(
 ) -> dict[str, Any]:
     """As speculators 0.9 writes it after converting a DFlash directory.
 
-    Its layer ids count hidden_states, whose first entry is the embedding.
+    Its layer ids count hidden_states, whose first entry is the embedding. That slots of a sliding
+    layer see each other (`sliding_window_non_causal`) its converter doesn't say.
     """
     other = ("block_size", "dflash_config", "num_target_layers", "dtype", "rope_theta")
     layers = {key: value for key, value in document.items() if key not in other}
@@ -305,6 +318,15 @@ def reload_difference(directory: Path, drafter: Drafter, loader: str) -> float:
     return _difference(mine, theirs, loader)
 
 
-def _evaluation(cfg: ExportConfig) -> dict[str, Any]:
-    path = Path(cfg.run_dir) / "eval.json"
-    return json.loads(path.read_text()) if path.exists() else {}
+def _evaluation(run_dir: Path, folder: Path) -> dict[str, Any]:
+    """What eval.json and eval_table.json say of these weights: `table` is the latter's Markdown."""
+    weights = checkpoint.weights_key(folder)
+    found = read_evaluation(run_dir) or {}
+    if found and found["key"].get("weights") != weights:
+        note(f"{run_dir / 'eval.json'} is about another checkpoint: the model card leaves it out")
+        found = {}
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        document = json.loads((run_dir / TABLE).read_text())
+        if document["weights"] == weights:
+            found["table"] = markdown(document)
+    return found

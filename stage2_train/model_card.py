@@ -77,10 +77,12 @@ tokens = drafter.spec_generate(target, input_ids, max_new_tokens=256, stop_token
 """
     if rows:
         text += "| | |\n|---|---|\n" + "\n".join(rows) + "\n"
-    else:
+    elif "table" not in evaluation:
         text += "Not evaluated (`drafttape eval` writes the figures that stand here).\n"
     if slots:
         shown = " ".join(f"{value:.3f}" for value in slots)
         text += f"\nAccuracy of slots 1 to {len(slots)}: {shown}\n"
+    if table := evaluation.get("table"):
+        text += f"\n{table}\n"
     text += "\n## Made from\n\n| | |\n|---|---|\n"
     return text + "".join(f"| {key} | {value} |\n" for key, value in facts.items())

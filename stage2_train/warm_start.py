@@ -29,7 +29,8 @@ def read_architecture(directory: Path) -> dict[str, Any]:
     Also `target_layer_ids` in our convention: the id is that of the layer whose output is tapped.
 
     Raises:
-        DataError: it is no drafter's directory. CorruptionError: config.json can't be read.
+        DataError: it is no drafter's directory, or the drafter does what ours doesn't.
+        CorruptionError: config.json can't be read.
     """
     path = directory / "config.json"
     if not path.is_file():
@@ -43,16 +44,25 @@ def read_architecture(directory: Path) -> dict[str, Any]:
         if document.get("speculators_model_type") == "dflash":
             # speculators counts hidden_states, whose first entry is the embedding.
             layers = [layer - 1 for layer in document["aux_hidden_state_layer_ids"]]
-            return _common(
-                document | document["transformer_layer_config"], layers, document["mask_token_id"]
-            )
-        own = document["dflash_config"]
-        return _common(document, list(own["target_layer_ids"]), own["mask_token_id"])
+            mask_token = document["mask_token_id"]
+            causal = not document.get("sliding_window_non_causal", False)
+            document |= document["transformer_layer_config"] | {"causal": causal}
+        else:
+            own = document["dflash_config"]
+            layers, mask_token = list(own["target_layer_ids"]), own["mask_token_id"]
+        found, faults = _common(document, layers, mask_token), _what_ours_dont(document)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptionError(
             f"it doesn't describe a DFlash drafter ({type(error).__name__}: {error})", where=path,
             do="Known are z-lab's, speculators' and drafttape's directories",
         ) from None  # fmt: skip
+    if faults:
+        raise DataError(
+            f"a drafter of ours would compute something else with these weights: "
+            f"{'; '.join(faults)}",
+            where=path, do="Begin with another drafter, or set init_from=null",
+        )  # fmt: skip
+    return found
 
 
 def _common(document: dict[str, Any], layers: list[int], mask_token: int) -> dict[str, Any]:
@@ -78,6 +88,24 @@ def _common(document: dict[str, Any], layers: list[int], mask_token: int) -> dic
         found |= {key: document[key] for key in RECURRENT}
         found["conv_kernel_size"] = document["linear_conv_kernel_dim"]
     return found
+
+
+def _what_ours_dont(document: dict[str, Any]) -> list[str]:
+    """What a configuration asks for that none of our layers does."""
+    rope = document.get("rope_parameters") or document.get("rope_scaling") or {}
+    rotation, activation = rope.get("rope_type", rope.get("type")), document.get("hidden_act")
+    faults = []
+    if rotation not in (None, "default"):
+        faults.append(f"its rotary embedding is {rotation!r}")
+    if any(isinstance(value, dict) for value in rope.values()):
+        faults.append("its rotary embedding differs by layer")
+    if activation not in (None, "silu"):
+        faults.append(f"its activation is {activation!r}")
+    if document.get("sample_from_anchor"):
+        faults.append("it predicts a token at the anchor's own slot")
+    if document.get("causal") and "sliding_attention" in (document.get("layer_types") or []):
+        faults.append("slots of its sliding layers don't see later ones")
+    return faults
 
 
 def read_weights(directory: Path) -> dict[str, torch.Tensor]:

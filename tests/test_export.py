@@ -1,6 +1,7 @@
 """Exported drafters: loaded from disk alone, they say what ours says."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,8 +9,10 @@ from tiny_cache import tiny_cache, tiny_config
 
 from shared.config import Dtype
 from shared.errors import ConfigError, TrainingError
+from stage2_train import checkpoint
 from stage2_train.config import DrafterConfig, ExportConfig, Layout
 from stage2_train.drafter import Drafter
+from stage2_train.evaluate import FORMAT
 from stage2_train.export import export, model_config, reload_difference, write
 
 INFO = {"hidden_size": 32, "vocab_size": 40, "num_layers": 6, "layer_ids": [0, 2, 3]}
@@ -124,3 +127,17 @@ def test_the_word(tmp_path, capsys):
     assert "Not evaluated" in card
     with pytest.raises(ConfigError, match="already"):
         export(cfg)
+    # Figures of other weights don't get into the card.
+    run = tmp_path / "run"
+    own = checkpoint.weights_key(checkpoint.find(run, "last"))
+    way = {"data": "d", "way": "tree 8", "acceptance": 1.5, "identical": 2, "prompts": 2}
+    way |= {"tokens_per_s": 1.0, "speedup": 1.0, "estimated_speedup": 1.0}
+    for weights, there in (("other", False), (own, True)):
+        evaluation = {"format": FORMAT, "key": {"weights": weights}, "heldout_loss": 1.25}
+        (run / "eval.json").write_text(json.dumps(evaluation))
+        (run / "eval_table.json").write_text(json.dumps({"weights": weights, "rows": [way]}))
+        assert export(replace(cfg, output=str(tmp_path / weights))) == 0
+        card = (tmp_path / weights / "README.md").read_text()
+        assert ("1.250" in card, "| d | tree 8 | 1.500 |" in card) == (there, there)
+        assert ("Not evaluated" in card) != there
+    assert "another checkpoint" in capsys.readouterr().err

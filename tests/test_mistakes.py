@@ -24,7 +24,7 @@ from stage1_extract.rows import Reject, data_files, read_rows
 from stage2_train.build import train_run
 from stage2_train.compare import analyse, compare
 from stage2_train.config import CompareConfig, EvalConfig, SweepConfig
-from stage2_train.eval_table import _messages, names_of
+from stage2_train.eval_table import _messages, names_of, read_prompts
 from stage2_train.evaluate import measure
 from stage2_train.export import reload_difference
 from stage2_train.runs import read_run
@@ -101,6 +101,21 @@ def test_an_output_that_cant_be_written_is_said_before_the_work(words, tmp_path,
     assert cli.main([w.replace("FILE", str(file)).replace("RUN", str(run)) for w in words]) == 2
     assert "a part of the path is a file" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "run"]
+
+
+def test_every_line_of_a_prompt_file_is_a_prompt_or_an_error(tmp_path):
+    def tokenizer(text):
+        return {"input_ids": list(text.encode())}
+
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "a"}\n\n{"turns": ["b"]}')  # no newline at the end
+    found = read_prompts(str(path), tokenizer, None)
+    assert found == [("p:1", [97]), ("p:3", [98])]
+    assert read_prompts(str(path), tokenizer, 1) == found[:1]
+    for line, says in (("nonsense", "not JSON"), ('{"text": "a"}', "to ask")):
+        path.write_text('{"prompt": "a"}\n' + line)
+        with pytest.raises(DataError, match=rf"p\.jsonl:2.*{says}"):
+            read_prompts(str(path), tokenizer, None)
 
 
 def test_a_path_with_an_equals_sign_is_a_path(tmp_path, capsys):

@@ -85,6 +85,25 @@ def test_what_is_no_drafter_is_said(directory, tmp_path_factory):
         warm_start(drafter, cfg, LAYERS, str(path))
 
 
+@pytest.mark.parametrize(
+    ("directory", "key", "value", "says"),
+    [
+        (Layout.dflash, "rope_parameters", {"rope_type": "yarn", "factor": 4.0}, "'yarn'"),
+        (Layout.dflash, "rope_parameters", {"full_attention": {"rope_theta": 5.0}}, "by layer"),
+        (Layout.dflash, "hidden_act", "gelu", "'gelu'"),
+        (Layout.speculators, "sample_from_anchor", True, "the anchor's own slot"),
+        (Layout.speculators, "sliding_window_non_causal", False, "don't see later ones"),
+    ],
+    indirect=["directory"],
+)
+def test_what_would_compute_something_else_is_refused(directory, key, value, says):
+    path, drafter, cfg = directory
+    document = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(document | {key: value}))
+    with pytest.raises(DataError, match=f"something else.*{says}"):
+        warm_start(drafter, cfg, LAYERS, str(path))
+
+
 @pytest.mark.slow
 def test_a_run_begins_with_them(tmp_path, monkeypatch):
     from stage2_train.build import train_run
