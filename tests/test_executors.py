@@ -23,7 +23,7 @@ from shared.errors import CacheError, ConfigError, Interrupted, TargetError
 from shared.fs import LocalFiles, Lock
 from shared.store import Store
 from shared.target import use_device
-from stage1_extract import executors, local_workers, worker
+from stage1_extract import executors, local_workers, ranks, worker
 from stage1_extract.build import extract
 from stage1_extract.config import StatusConfig
 from stage1_extract.executors import Deadline, Work, deadline, in_turn
@@ -130,6 +130,31 @@ def test_a_shard_that_another_run_has_in_hand_comes_last(tmp_path, monkeypatch, 
     assert seen == [ids[0], *ids[2:], ids[1]]
     assert "in the hands of another run" in capsys.readouterr().err
     assert list((tmp_path / "shards").iterdir()) == []
+
+
+def test_a_shard_that_another_run_commits_meanwhile_is_done_for_ranks_too(tmp_path, monkeypatch):
+    work, done, _ = local_work(threading.Event(), 2)
+    (own,), (other,) = (shard.ids for shard in work.shards)
+    index = {other: ("f" * 32, 0)}
+
+    class Fake:
+        def __init__(self, *args):
+            pass
+
+        def run(self, shard, tokens, advance):
+            index[shard.ids[0]] = ("e" * 32, 0)
+            return worker.ShardResult(shard, "e" * 32, 1.0)
+
+    monkeypatch.setattr(ranks, "Worker", Fake)
+    store = bare(tmp_path)
+    store.committed = lambda: index
+    alone = SimpleNamespace(rank=0, size=1, gather=lambda value: [value])
+    found = ranks.run_rank(store, None, work, alone)
+    assert [(item.shard.ids, item.shard_id[0], item.ran) for item in found] == [
+        ((own,), "e", True),
+        ((other,), "f", False),
+    ]
+    assert done == [own]
 
 
 @pytest.mark.slow

@@ -149,6 +149,9 @@ def test_plan_reads_data_with_the_tokenizer_alone(tmp_path, capsys, monkeypatch)
         assert part in shown
     with pytest.raises(ConfigError, match="tokens"):
         plan(compose("plan", PlanConfig, ["target=tiny_qwen3_5"]))
+    # Else the disk of the current directory would be shown.
+    with pytest.raises(ConfigError, match="behind a URL"):
+        plan(compose("plan", PlanConfig, ["target=tiny_qwen3_5", "tokens=1", "disk=s3://x/y"]))
 
 
 def test_packed_batches_are_counted_as_packed_ones(tmp_path, capsys):
