@@ -129,6 +129,7 @@ def test_a_tables_keys_are_used_or_refused(world):
     for changes in ({"decode": False}, {"max_new_tokens": 1}):
         with pytest.raises(ConfigError, match="decoded prompts"):
             evaluate.evaluate(replace(config, **changes))
+    (run_dir / FILE).unlink(missing_ok=True)
     (run_dir / FILE).mkdir()
     try:
         with pytest.raises(CacheError, match="it is a directory"):
