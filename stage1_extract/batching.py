@@ -13,19 +13,26 @@ from shared.config import TargetConfig
 from shared.errors import CacheError, ConfigError, TargetError
 from shared.log import note
 from shared.store import Store
-from shared.target import Target, TargetInfo, choose_device, free_memory, load_target
+from shared.target import Target, TargetInfo, choose_device, load_target
 from shared.target_kernels import attention_backend, gdn_backend, may_be_flash
 from stage1_extract.checks import self_test
 from stage1_extract.config import Batching, ExtractConfig
 
 
 def choose_batching(
-    cfg: ExtractConfig, info: TargetInfo, device: str, samples: Sequence[np.ndarray]
+    cfg: ExtractConfig,
+    info: TargetInfo,
+    device: str,
+    samples: Sequence[np.ndarray],
+    loaded: list[Target],
 ) -> bool:
     """Whether batches are packed.
 
     `auto` is what the cache holds already; a new cache is packed where attention has kernels for
     it and the self-test passes on this device.
+
+    Args:
+        loaded: gets the target if the test had to load it.
 
     Raises:
         ConfigError: packed is asked for, which nothing proves under these settings.
@@ -45,9 +52,8 @@ def choose_batching(
     if not is_candidate(info, device) or not cfg.self_test:
         return False
     note(f"loading {info.cfg.name} on {device}")
-    packed = keeps_apart(load_target(info.cfg, device, info), samples, last_hidden=cfg.last_hidden)
-    free_memory()
-    return packed
+    loaded.append(load_target(info.cfg, device, info))
+    return keeps_apart(loaded[0], samples, last_hidden=cfg.last_hidden)
 
 
 def is_candidate(info: TargetInfo, device: str) -> bool:

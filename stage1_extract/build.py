@@ -72,12 +72,13 @@ def extract(cfg: ExtractConfig) -> int:
             device = ranks.device(device)
         use_device(device)
         tokens = {sample.id: sample.tokens_T for sample in prepared.samples}
-        packed = choose_batching(cfg, info, device, self_test_samples(tokens))
+        loaded: list[Target] = []
+        packed = choose_batching(cfg, info, device, self_test_samples(tokens), loaded)
         spec = info.spec(device, last_hidden=cfg.last_hidden, packed=packed)
         store = _open_store(cfg, spec, ranks)
         check_codec(store, cfg.cache.codec.value)
         job = Job(cfg, store, prepared)
-        capture_missing(job, info, device, stop_at, ranks)
+        capture_missing(job, info, device, stop_at, ranks, loaded)
         if ranks is not None and ranks.rank:
             return 0
         return finish(job, info, tokenizer, started)
@@ -150,9 +151,13 @@ def capture_missing(
     info: TargetInfo,
     device: str,
     stop_at: float | None,
-    ranks: Ranks | None = None,
+    ranks: Ranks | None,
+    loaded: list[Target],
 ) -> None:
     """Runs what is missing and stores the target's frozen parts.
+
+    Args:
+        loaded: the target, if it is loaded already; taken out, so that nobody else keeps it.
 
     Raises:
         Interrupted: a signal or `until` stopped it after the shards in hand.
@@ -167,8 +172,10 @@ def capture_missing(
     if first and shards:
         raw = sum(shard.num_tokens for shard in shards) * store.spec.bytes_per_token
         store.require_space(raw * BITS[cfg.cache.codec] / 16)
-    note(f"loading {info.cfg.name} on {device}")
-    target: Target | None = load_target(info.cfg, device, info)
+    if not loaded:
+        note(f"loading {info.cfg.name} on {device}")
+        loaded.append(load_target(info.cfg, device, info))
+    target: Target | None = loaded.pop()
     assert target is not None
     split = info.cfg.tensor_parallel > 1
     if lacks_assets and (first or split):

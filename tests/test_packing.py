@@ -97,21 +97,23 @@ def test_auto_packs_only_where_every_layer_has_a_kernel_for_it(tmp_path, monkeyp
     wanted = ExtractConfig(
         target=cfg, data=DataConfig(), cache=CacheConfig(root=str(tmp_path / "cache"))
     )
-    loaded = SimpleNamespace(info=info, device="cuda")
-    monkeypatch.setattr(batching, "load_target", lambda *args: loaded)
+    target = SimpleNamespace(info=info, device="cuda")
+    monkeypatch.setattr(batching, "load_target", lambda *args: target)
     monkeypatch.setattr(batching, "self_test", lambda *args: {})
-    assert choose_batching(wanted, info, "cuda", []) is True
+    loaded: list = []
+    assert choose_batching(wanted, info, "cuda", [], loaded) is True
+    assert loaded == [target]  # extraction goes on with it
 
     def fail(*args):
         raise TargetError("packed documents leak")
 
     monkeypatch.setattr(batching, "self_test", fail)
-    assert choose_batching(wanted, info, "cuda", []) is False
+    assert choose_batching(wanted, info, "cuda", [], []) is False
     wanted.batching = Batching.padded
-    assert choose_batching(wanted, info, "cuda", []) is False
+    assert choose_batching(wanted, info, "cuda", [], []) is False
     wanted.batching, wanted.self_test = Batching.packed, False
     with pytest.raises(ConfigError, match="unproven"):
-        choose_batching(wanted, info, "cuda", [])
+        choose_batching(wanted, info, "cuda", [], [])
 
 
 @pytest.mark.gpu
