@@ -18,7 +18,7 @@ def merge(figures: dict[str, float]) -> None:
     """Adds figures to build/bench.json, keeping the others."""
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
     known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    known.update({name: round(float(value), 6) for name, value in figures.items()})
+    known.update({name: float(f"{value:.6g}") for name, value in figures.items()})
     temporary = RESULTS.with_suffix(".tmp")
     temporary.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
     temporary.replace(RESULTS)
