@@ -226,7 +226,7 @@ def test_a_changed_plan_is_refused_or_said(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["basic", "joblib"])
+@pytest.mark.parametrize("launcher", ["basic", "joblib", "submitit_local"])
 def test_a_sweep_runs_retries_once_and_writes_its_table(tmp_path, launcher, capsys):
     import pyarrow.parquet as pq
 
