@@ -96,8 +96,8 @@ def robust_pick(cells: list[Cell]) -> tuple[int, float] | None:
     """(index, worst value among it and its neighbours) of the cell that is good and has no cliff.
 
     Neighbours differ by one rank on one numeric axis inside a group; a random sweep's points have
-    no grid, so their neighbours are the next ones on each axis. At the edge of the grid the missing
-    neighbour counts as unknown, which is said in the report, not as bad.
+    no grid, so their neighbours are the next ones on each axis. Beyond an edge the loss is taken to
+    rise as much as it differs on the other side: unknown values would make every edge look safe.
     """
     best: tuple[int, float] | None = None
     best_score = math.inf
@@ -105,11 +105,13 @@ def robust_pick(cells: list[Cell]) -> tuple[int, float] | None:
         members = [cells[index] for index in group]
         axes, ranks = coordinates(members)
         for place, index in enumerate(group):
-            near = [cells[index].mean]
+            mean = cells[index].mean
+            near = [mean]
             for axis in range(len(axes)):
-                near += [members[n].mean for n in _neighbours(ranks, place, axis)]
+                found = [members[n].mean for n in _neighbours(ranks, place, axis)]
+                near += found if len(found) != 1 else [*found, mean + abs(mean - found[0])]
             worst = max(near)
-            score = (cells[index].mean + worst) / 2
+            score = (mean + worst) / 2
             if score < best_score:
                 best, best_score = (index, worst), score
     return best

@@ -360,6 +360,15 @@ def test_the_robust_pick_is_not_the_lucky_point():
     assert len(sweep_report.analyse(rows, tolerance=0.25)["near"]) > 3
 
 
+def test_the_robust_pick_is_not_an_edge_that_is_worse():
+    # as measured: the last rate has one neighbour, and a good one
+    values = {5e-4: 6.756, 1.6e-3: 6.253, 5e-3: 6.080, 1.6e-2: 6.162}
+    rows = rows_of(lambda x, b: values[min(values, key=lambda lr: abs(math.log10(lr) - x))],
+                   list(values), [1])  # fmt: skip
+    found = sweep_report.analyse(rows, tolerance=0.01)
+    assert found["cells"][found["robust"][0]].settings["optimizer.lr"] == 5e-3
+
+
 def test_a_point_with_a_failed_trial_never_wins():
     rows = rows_of(lambda x, b: 3 + (x + 3) ** 2, LRS, [1])
     next(r for r in rows if r["set.optimizer.lr"] == 1e-3)["state"] = "failed"
