@@ -67,7 +67,7 @@ def step_seconds(run_dir: Path) -> np.ndarray:
     return np.diff([0.0, *totals])
 
 
-def disk_vs_ram(folder: Path, steps: int = 8, rounds: int = 3) -> dict[str, float]:
+def disk_vs_ram(folder: Path, steps: int = 6, rounds: int = 3) -> dict[str, float]:
     """Step time from disk over that from memory, and the share of time spent waiting."""
     root = DEMO if DEMO.exists() else synthetic_cache(folder / "cache")
     arms = {"disk": {"workers": 1}, "ram": {"workers": 0, "ram": True}}
@@ -117,7 +117,7 @@ def synthetic_cache(root: Path, documents: int = 120) -> Path:
     return root
 
 
-def cached_vs_online(folder: Path, trials: int = 8, steps: int = 3) -> dict[str, float]:
+def cached_vs_online(folder: Path, trials: int = 8, steps: int = 2) -> dict[str, float]:
     """Trials of other learning rates, each over the same few rows; models are loaded untimed."""
 
     def trial(name: str, number: int, **loader) -> dict:
