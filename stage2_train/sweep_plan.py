@@ -48,6 +48,11 @@ from shared.rng import generator
 
 KEYS = {"name", "train", "arms", "grid", "seeds", "random", "halving", "eval", "unequal_budgets"}
 AT = "cooldown.at"  # the setting that a cooldown's trial varies
+OWN = {  # keys that the sweep itself sets
+    "run_dir": "Leave it out: each trial has a place of its own",
+    "seed": "Write seeds: [0, 1] beside train",
+    "init_seed": "Write seeds: [0, 1] beside train",
+}
 
 
 @dataclass(frozen=True)
@@ -108,10 +113,12 @@ def read_plan(path: str | Path) -> SweepPlan:
         raise ConfigError("a plan is a mapping", where=path, do=f"Keys: {', '.join(sorted(KEYS))}")
     _known(document, KEYS, path)
     trials = expand(document, path)
+    evaluation = _mapping(document, "eval", path)
+    _free(evaluation, f"{path}: eval")
     return SweepPlan(
         str(document.get("name", path.stem)),
         tuple(trials),
-        _mapping(document, "eval", path),
+        evaluation,
         bool(document.get("unequal_budgets", False)),
         _halving(document, path),
     )
@@ -154,6 +161,7 @@ def expand(document: dict[str, Any], where: Any) -> list[Trial]:
         own = dict(_mapping(arms, arm, f"{where}: arms"))
         axes = grid | _mapping(own, "grid", f"{where}: arms.{arm}")
         own.pop("grid", None)
+        _free({**common, **own, **axes}, f"{where}: arms.{arm}")
         cooldowns = _cooldowns(own, f"{where}: arms.{arm}")
         if cooldowns and axes:
             raise ConfigError("cooldowns have no grid", where=f"{where}: arms.{arm}")
@@ -274,7 +282,8 @@ def _text(value: Any) -> str:
 def trial_id(arm: str, overrides: dict[str, Any]) -> str:
     """The arm and a hash of everything that the trial is."""
     text = json.dumps([arm, overrides], sort_keys=True)
-    safe = "".join(c if c.isalnum() or c in "-_" else "-" for c in str(arm))[:40]
+    # Only what Hydra's grammar takes unquoted.
+    safe = "".join(c if (c.isascii() and c.isalnum()) or c in "-_" else "-" for c in str(arm))[:40]
     return f"{safe}-{hashlib.blake2b(text.encode(), digest_size=5).hexdigest()}"
 
 
@@ -283,6 +292,15 @@ def _mapping(document: dict[str, Any], key: str, where: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{key} must be a mapping", where=where)
     return value
+
+
+def _free(overrides: dict[str, Any], where: Any) -> None:
+    """Overrides are text, and none of the sweep's own keys."""
+    for key in overrides:
+        if not isinstance(key, str):
+            raise ConfigError(f"{key!r} is not a key of a configuration", where=where)
+        if key in OWN:
+            raise ConfigError(f"{key} is set by the sweep", where=where, do=OWN[key])
 
 
 def _known(document: dict[str, Any], keys: set[str], where: Any) -> None:

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from shared.config import to_plain, typed
 from shared.errors import ConfigError, MismatchError
@@ -37,7 +39,7 @@ def plan_file(root, **document):
     train |= {"cache.root": str(root / "cache")}
     document = {"train": train | document.pop("train", {}), "eval": {"decode": False}} | document
     path = root / "plan.yaml"
-    path.write_text(json.dumps(document))
+    path.write_text(yaml.safe_dump(document))
     return path
 
 
@@ -84,11 +86,22 @@ def test_random_draws_are_a_pure_function(tmp_path):
         ({"halving": {"steps": [4, 2]}}, "halving"),
         ({"halving": {"steps": [2, 4], "keep": 1.0}}, "halving"),
         ({"arms": {"a": {"cooldowns": {"trunk": "t", "at": [10]}}}}, "cooldowns"),
+        ({"arms": {"a": {"seed": 3}}}, "seed is set by the sweep"),
+        ({"grid": {"init_seed": [0, 1]}}, "init_seed is set by the sweep"),
+        ({"train": {"run_dir": "runs/one"}}, "run_dir is set by the sweep"),
+        ({"eval": {"run_dir": "runs/one"}}, "run_dir is set by the sweep"),
+        ({"arms": {"a": {1: 2}}, "train": {}}, "1 is not a key"),
     ],
 )
 def test_a_wrong_plan_names_its_key(tmp_path, document, named):
     with pytest.raises(ConfigError, match=named):
         sweep_plan.read_plan(plan_file(tmp_path, **document))
+
+
+def test_a_trial_is_named_so_that_hydra_takes_it():
+    for arm in ("漢字", "<b>|`$x`", "../..", "a\nb", "x" * 300):
+        name = sweep_plan.trial_id(arm, {})
+        assert re.fullmatch(r"[A-Za-z0-9_-]{1,51}", name)
 
 
 def test_cooldowns_are_branches_of_one_trunk(tmp_path):
