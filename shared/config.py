@@ -54,6 +54,7 @@ def compose(word: str, schema: type, overrides: list[str]) -> Any:
     from hydra import initialize_config_dir
     from hydra.core.config_store import ConfigStore
     from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -61,8 +62,14 @@ def compose(word: str, schema: type, overrides: list[str]) -> Any:
     ConfigStore.instance().store(name=f"{word}_schema", node=schema)
     GlobalHydra.instance().clear()
     try:
+        groups = groups_of(word)
+        plain = [o for o in overrides if _hides_a_group(o, groups)]
+        rest = [_opened(o, schema) for o in overrides if o not in plain]
         with initialize_config_dir(str(CONF), version_base="1.3"):
-            composed = hydra_compose(word, overrides=[_opened(o, schema) for o in overrides])
+            composed = hydra_compose(word, overrides=rest)
+        for override in plain:
+            parsed = OverridesParser.create().parse_override(override)
+            OmegaConf.update(composed, parsed.key_or_group, parsed.value())
         if unknown := _unknown(schema, OmegaConf.to_container(composed)):
             raise ConfigError(
                 f"there is no key {', '.join(unknown)}",
@@ -83,6 +90,12 @@ def compose(word: str, schema: type, overrides: list[str]) -> Any:
         raise ConfigError(
             _first_lines(error), where=f"configuration of {word}", do=f"See drafttape {word} --help"
         ) from None
+
+
+def _hides_a_group(override: str, groups: list[str]) -> bool:
+    """A plain key of a word, such as eval's `data`, that Hydra takes for another word's group."""
+    key, equals, _ = override.partition("=")
+    return bool(equals) and key.isidentifier() and key not in groups and (CONF / key).is_dir()
 
 
 def _opened(override: str, schema: type) -> str:

@@ -91,6 +91,17 @@ def test_every_shipped_option_composes_and_says_what_it_is(path):
         assert to_plain(config)
 
 
+def test_a_key_may_have_the_name_of_another_words_group():
+    schema = load_object(cli.WORDS["eval"].schema)
+    config = compose("eval", schema, ["run_dir=r", "data=[a.jsonl,'b c']", "cache=/moved"])
+    assert (config.data, config.cache) == (["a.jsonl", "b c"], "/moved")
+    assert compose("export", load_object(cli.WORDS["export"].schema),
+                   ["run_dir=r", "output=o", "cache=/moved"]).cache == "/moved"  # fmt: skip
+    for wrong, named in (("data=a", "list"), ("cache=[1]", "string"), ("optimizer=x", "optimizer")):
+        with pytest.raises(ConfigError, match=named):
+            compose("eval", schema, ["run_dir=r", wrong])
+
+
 def test_errors_keep_their_parts_between_processes():
     import multiprocessing.reduction as reduction
 
