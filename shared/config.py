@@ -61,6 +61,7 @@ def compose(word: str, schema: type, overrides: list[str]) -> Any:
 
     ConfigStore.instance().store(name=f"{word}_schema", node=schema)
     GlobalHydra.instance().clear()
+    overrides = [_quoted(override) for override in overrides]
     try:
         groups = groups_of(word)
         plain = [o for o in overrides if _hides_a_group(o, groups)]
@@ -170,6 +171,14 @@ def _rule(number: Any, bounds: dict[str, float]) -> str | None:
         if key in bounds and not fits(number, bounds[key]):
             return f"must be {name} {bounds[key]:g}"
     return None
+
+
+def _quoted(override: str) -> str:
+    """`key=[a=1,b=2]` with its elements quoted: Hydra's lists take no `=` outside of quotes."""
+    found = re.fullmatch(r"([^=]+=)\[([^\[\]{}'\"\\]*=[^\[\]{}'\"\\]*)\]", override, re.DOTALL)
+    if found is None:
+        return override
+    return found[1] + "[" + ",".join(f"'{item.strip()}'" for item in found[2].split(",")) + "]"
 
 
 def _first_lines(error: BaseException) -> str:

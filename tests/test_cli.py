@@ -117,3 +117,13 @@ def test_config_error_is_a_drafttape_error():
         compose("train", load_object(cli.WORDS["train"].schema), ["seed=x"])
     with pytest.raises(ConfigError, match="seed"):
         compose("train", load_object(cli.WORDS["train"].schema), ["seed=x"])
+
+
+def test_a_list_of_overrides_needs_no_quotes():
+    from stage2_train.config import CodecReportConfig
+
+    words = ["root=x", "out=y", "overrides=[experiment=demo, optimizer.lr=1e-3]", "codecs=[int8]"]
+    config = compose("codec-report", CodecReportConfig, words)
+    assert config.overrides == ["experiment=demo", "optimizer.lr=1e-3"]
+    words[2] = "overrides=['experiment=demo']"
+    assert compose("codec-report", CodecReportConfig, words).overrides == ["experiment=demo"]
