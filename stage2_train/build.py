@@ -75,10 +75,15 @@ def train_run(cfg: TrainConfig) -> dict[str, Any]:
     try:
         source = open_source(cfg)
         record = begin(source, run_dir)
-        if record.result:
+        goes_on = bool(record.result) and checkpoint.lost_last(run_dir, record) is not None
+        if record.result and not goes_on:
             return record.result | {"was_finished": True}
         if ranks.is_main:
             lock = _lock(run_dir)
+        if goes_on:  # what is lost is made again
+            record.result = {}
+            if ranks.is_main:
+                record.write(run_dir)
         ranks.barrier()
         with assemble(source, record, run_dir, device, ranks) as job:
             result = trainer.run(job)

@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from shared.errors import CorruptionError, MismatchError
 from shared.fs import disk_errors, fsync_path, seal_json, unseal_json, write_atomic
+from shared.record import RunRecord, read_record
 from stage2_train.draft_vocabulary import take_ids
 from stage2_train.sharding import copy_
 
@@ -202,6 +203,12 @@ def steps(run_dir: Path) -> list[int]:
     return sorted(found)
 
 
+def lost_last(run_dir: Path, record: RunRecord) -> int | None:
+    """The last update of a finished run whose checkpoint is not there any more."""
+    step = record.result.get("step")
+    return None if step is None or step in steps(run_dir) else int(step)
+
+
 def find(run_dir: Path, which: str) -> Path:
     """The directory of `last`, `best` or `step-NNNNNN`.
 
@@ -212,6 +219,14 @@ def find(run_dir: Path, which: str) -> Path:
     step = None
     if which == "last" and existing:
         step = existing[-1]
+        lost = lost_last(run_dir, read_record(run_dir)) if (run_dir / "run.json").exists() else None
+        if lost is not None:
+            raise MismatchError(
+                f"the run ended at update {lost}, but {name_of(lost)} is gone",
+                where=run_dir,
+                do="The same `drafttape train` command makes it again; or say "
+                f"checkpoint={name_of(step)} to take an earlier one",
+            )
     elif which == "best":
         step = best(run_dir).get("step")
     elif match := re.fullmatch(r"step-(\d+)", which):

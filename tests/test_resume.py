@@ -1,6 +1,7 @@
 """What a run directory holds: going on from it, branching from it, and refusing to mix two runs."""
 
 import json
+import shutil
 
 import pytest
 from tiny_cache import tiny_cache, tiny_config
@@ -125,6 +126,21 @@ def test_errors_before_the_run_leave_nothing_behind(cache, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(Exception, match=r"file, not a directory"):
         train_run(tiny_config(cache, tmp_path / "file" / "run"))
+
+
+@pytest.mark.slow
+def test_a_finished_run_that_lost_its_last_checkpoint_makes_it_again(cache, tmp_path):
+    cfg = tiny_config(cache, tmp_path / "run", steps=4, trainer__checkpoint_every=2)
+    first, before = train_run(cfg), parameters(tmp_path / "run")
+    assert train_run(cfg)["was_finished"]
+    shutil.rmtree(checkpoint.find(tmp_path / "run", "last"))
+    with pytest.raises(MismatchError, match=r"step-000004 is gone.*checkpoint=step-000002"):
+        checkpoint.find(tmp_path / "run", "last")
+    again = train_run(cfg)
+    assert "was_finished" not in again
+    assert (again["digest"], again["loss"]) == (first["digest"], first["loss"])
+    equal(before, parameters(tmp_path / "run"))
+    assert [line["step"] for line in lines_of(tmp_path / "run")] == [1, 2, 3, 4]
 
 
 def test_two_processes_cannot_train_in_one_directory(cache, tmp_path):
