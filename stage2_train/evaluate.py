@@ -112,6 +112,27 @@ def load_run(
     )  # fmt: skip
 
 
+def _same_loss(run: LoadedRun) -> None:
+    """Held-out numbers of a run are those on the states that it was trained on.
+
+    Raises:
+        MismatchError: the cache was recoded since, and has lost other bits than the run's.
+    """
+    from shared.codec import get_codec
+
+    there = {run.store.shard(name).codec for name in run.store.shard_ids()[:1]}  # all are alike
+    lossy = (
+        {name for name in names if get_codec(name).lossy} for names in (there, run.record.codecs)
+    )
+    if len({frozenset(names) for names in lossy}) > 1:
+        raise MismatchError(
+            f"its states are stored as {', '.join(there)}, the run was trained on "
+            f"{', '.join(run.record.codecs)}",
+            where=run.store.root,
+            do="Give the run's own cache or a copy of it; codec-report measures what a codec costs",
+        )
+
+
 def prompts_of(run: LoadedRun, most: int | None) -> list[tuple[str, list[int]]]:
     """(sample id, tokens before its first supervised one) of held-out samples."""
     reader, prompts = run.store.reader(), []
@@ -159,6 +180,7 @@ def measure(cfg: EvalConfig) -> dict[str, Any]:
         return known
     check_writable(path / "eval.json")
     run = load_run(path, cfg.checkpoint, device, cfg.cache)
+    _same_loss(run)
     batches = heldout_batches(
         run.snapshot,
         open_reader(run.store, run.config.loader),

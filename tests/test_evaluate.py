@@ -7,6 +7,8 @@ import pytest
 
 from shared.config import to_plain, typed
 from shared.errors import CacheError, ConfigError, MismatchError
+from shared.recode import recode
+from shared.store import Store
 from stage2_train import evaluate
 from stage2_train.build import train_run
 from stage2_train.config import EvalConfig, TrainConfig
@@ -83,6 +85,18 @@ def test_another_target_is_refused(world):
         evaluate.measure(EvalConfig(run_dir=str(run_dir), target=other, again=True))
     with pytest.raises(MismatchError, match="step-000099"):
         evaluate.measure(EvalConfig(run_dir=str(run_dir), checkpoint="step-000099"))
+
+
+@pytest.mark.slow
+def test_a_recoded_cache_is_not_the_runs(world, tmp_path):
+    root, run_dir = world
+    for codec in ("fast", "int8"):
+        recode(Store.open(root), codec, str(tmp_path / codec))
+    asked = EvalConfig(run_dir=str(run_dir), decode=False, again=True)
+    same = evaluate.measure(replace(asked, cache=str(tmp_path / "fast")))
+    assert same["heldout_loss"] == evaluate.measure(asked)["heldout_loss"]
+    with pytest.raises(MismatchError, match="stored as int8, the run was trained on lossless"):
+        evaluate.measure(replace(asked, cache=str(tmp_path / "int8")))
 
 
 @pytest.mark.slow
