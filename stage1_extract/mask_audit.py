@@ -20,6 +20,11 @@ from stage1_extract.config import MaskAuditConfig
 from stage1_extract.plan_word import target_sizes
 from stage1_extract.prompts import Prepared, Sample, prepare
 
+# Control characters but tab and newline, and those that turn the writing direction.
+_CONTROL = dict.fromkeys(
+    [*range(9), *range(11, 32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A)],
+    "�",
+)
 _GREEN, _DIM, _END = "\033[30;42m", "\033[2m", "\033[0m"
 
 
@@ -66,7 +71,8 @@ def pieces(sample: Sample, tokenizer: Any) -> list[tuple[str, bool]]:
 
 
 def terminal(runs: list[tuple[str, bool]], coloured: bool) -> str:
-    """Runs in colour, or with supervised ones in ⟦ ⟧ where there is none."""
+    """Runs in colour, or with supervised ones in ⟦ ⟧ where there is none; data commands nothing."""
+    runs = [(text.translate(_CONTROL), supervised) for text, supervised in runs]
     if not coloured:
         return "".join(f"⟦{text}⟧" if supervised else text for text, supervised in runs)
     return "".join(f"{_GREEN if supervised else _DIM}{text}{_END}" for text, supervised in runs)

@@ -37,3 +37,8 @@ def test_colours_are_for_terminals_only():
     runs = [("plain", False), ("learnt", True)]
     assert terminal(runs, False) == "plain⟦learnt⟧"
     assert "\033[30;42mlearnt\033[0m" in terminal(runs, True)
+
+
+def test_control_characters_of_the_data_never_reach_the_terminal():
+    shown = terminal([("a\x1b[31m\u202e\tb\n", True), ("שלום 👩\u200d👧", False)], False)
+    assert shown == "⟦a�[31m�\tb\n⟧שלום 👩\u200d👧"
