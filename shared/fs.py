@@ -348,7 +348,7 @@ class Staging:
 
 
 def sweep_staging(folder: Path) -> int:
-    """Removes temporary files that killed processes left; returns how many. Live ones stay."""
+    """Removes temporaries and locks of killed processes; returns how many. Live ones stay."""
     removed = 0
     if not folder.is_dir():
         return 0
@@ -356,6 +356,11 @@ def sweep_staging(folder: Path) -> int:
         lock = Lock.take(lock_path, wait=False)
         if lock is not None:
             shutil.rmtree(lock_path.with_name(lock_path.name.removesuffix(".lock")), True)
+            lock.release()
+            removed += 1
+    for lock_path in [*folder.glob(".lock-*"), *folder.glob(".claim-*")]:
+        lock = Lock.take(lock_path, wait=False)
+        if lock is not None:
             lock.release()
             removed += 1
     # The temporaries of single files have no lock: a live one is renamed within seconds.

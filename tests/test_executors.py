@@ -62,7 +62,8 @@ def test_a_worker_killed_at_random_moments_changes_nothing(tmp_path):
 
     def killer():
         # Only workers that have begun a shard: one that is killed while it loads costs seconds.
-        while not stop.wait(rng.random() * 0.5):
+        # Two kills: a shard that loses three workers ends a run by design.
+        while len(kills) < 2 and not stop.wait(rng.random() * 0.5):
             busy = list((tmp_path / "cache" / "shards").glob(".tmp-*.lock"))
             children = multiprocessing.active_children()
             if busy and children:

@@ -52,18 +52,21 @@ def run_writer(root: Path, shards: int, container: str) -> subprocess.Popen:
 
 
 def tree(root: Path) -> dict[str, bytes]:
-    """All files but what a killed writer may leave: temporaries, which nothing reads."""
+    """All files but what a killed writer may leave: temporaries and locks, which nothing reads."""
     return {
         str(path.relative_to(root)): path.read_bytes()
         for path in root.rglob("*")
-        if path.is_file() and "/.tmp-" not in str(path)
+        if path.is_file() and not path.name.startswith(".lock-") and "/.tmp-" not in str(path)
     }
 
 
 def test_what_killed_writers_left_is_swept(tmp_path):
-    from shared.fs import Staging, sweep_staging
+    from shared.fs import Lock, Staging, sweep_staging
 
     live = Staging(tmp_path, "shard")
+    claim = Lock.take(tmp_path / ".claim-a", wait=False)
+    (tmp_path / ".claim-b").touch()
+    (tmp_path / ".lock-c").touch()
     dead = tmp_path / ".tmp-dead-00000000"
     dead.mkdir()
     (tmp_path / ".tmp-dead-00000000.lock").touch()
@@ -71,7 +74,9 @@ def test_what_killed_writers_left_is_swept(tmp_path):
     old.write_bytes(b"half")
     young.write_bytes(b"half")
     os.utime(old, (0, 0))
-    assert sweep_staging(tmp_path) == 2
+    assert sweep_staging(tmp_path) == 4
+    assert {path.name for path in tmp_path.glob(".[cl]*")} == {".claim-a"}
+    claim.release()
     assert not dead.exists()
     assert not old.exists()
     assert young.exists()

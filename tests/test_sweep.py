@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def plan_file(root, **document):
-    """A plan over the tiny cache; JSON is YAML."""
+    """A plan over the tiny cache."""
     tiny = to_plain(tiny_config(root / "cache", root / "unused", steps=4))
     train = {
         f"{group}.{key}": value
@@ -39,7 +39,7 @@ def plan_file(root, **document):
     train |= {"cache.root": str(root / "cache")}
     document = {"train": train | document.pop("train", {}), "eval": {"decode": False}} | document
     path = root / "plan.yaml"
-    path.write_text(yaml.safe_dump(document))
+    path.write_text(yaml.safe_dump(document, sort_keys=False))
     return path
 
 
