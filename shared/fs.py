@@ -352,23 +352,22 @@ def sweep_staging(folder: Path) -> int:
     removed = 0
     if not folder.is_dir():
         return 0
-    for lock_path in folder.glob(".tmp-*.lock"):
-        lock = Lock.take(lock_path, wait=False)
-        if lock is not None:
-            shutil.rmtree(lock_path.with_name(lock_path.name.removesuffix(".lock")), True)
+    for path in list(folder.glob(".*")):
+        staged = path.name.startswith(".tmp-") and path.suffix == ".lock"
+        if staged or path.name.startswith((".lock-", ".claim-")):
+            lock = Lock.take(path, wait=False)
+            if lock is None:
+                continue
+            if staged:
+                shutil.rmtree(path.with_name(path.name.removesuffix(".lock")), True)
             lock.release()
             removed += 1
-    for lock_path in [*folder.glob(".lock-*"), *folder.glob(".claim-*")]:
-        lock = Lock.take(lock_path, wait=False)
-        if lock is not None:
-            lock.release()
-            removed += 1
-    # The temporaries of single files have no lock: a live one is renamed within seconds.
-    for path in folder.glob(".tmp-*"):
-        with contextlib.suppress(OSError):
-            if path.is_file() and path.suffix != ".lock" and _age_s(path) > 3600:
-                path.unlink()
-                removed += 1
+        elif path.name.startswith(".tmp-"):
+            # The temporaries of single files have no lock: a live one is renamed within seconds.
+            with contextlib.suppress(OSError):
+                if path.is_file() and _age_s(path) > 3600:
+                    path.unlink()
+                    removed += 1
     return removed
 
 
