@@ -29,6 +29,7 @@ from stage1_extract.plan import ShardPlan
 from stage1_extract.worker import ShardResult, Worker
 
 POLL_S = 0.5
+DEATHS_PER_SHARD = 3  # workers that one shard may cost before the run ends
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,9 @@ from shared.config import TargetConfig
 from shared.errors import DrafttapeError, TargetError
 from shared.log import note
 from shared.store import Store
-from stage1_extract.executors import POLL_S, Claims, Work
+from stage1_extract.executors import DEATHS_PER_SHARD, POLL_S, Claims, Work
 from stage1_extract.plan import ShardPlan
 
-_DEATHS_PER_SHARD = 3
 _GRACE_S = 5.0  # for workers to end by themselves
 
 
@@ -82,7 +81,7 @@ def run_local(store: Store, devices: list[str], work: Work) -> None:
                     count = deaths[()]
                 item.process.join()
                 code = item.process.exitcode
-                if count >= _DEATHS_PER_SHARD:
+                if count >= DEATHS_PER_SHARD:
                     raise TargetError(
                         f"{count} workers died (exit code {code}) on the same work",
                         where=f"sample {item.shard.ids[0]} and others" if item.shard else None,

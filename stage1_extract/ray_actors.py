@@ -20,11 +20,10 @@ from shared.config import TargetConfig
 from shared.errors import ConfigError, DrafttapeError, TargetError
 from shared.log import note
 from shared.store import Store
-from stage1_extract.executors import POLL_S, Claims, Work
+from stage1_extract.executors import DEATHS_PER_SHARD, POLL_S, Claims, Work
 from stage1_extract.plan import ShardPlan
 from stage1_extract.worker import ShardResult
 
-_DEATHS_PER_SHARD = 3
 _EVERY_S = 60.0
 
 
@@ -210,7 +209,7 @@ def _cluster(address: str | None, workers: int) -> Iterator[Any]:
 
 
 def _check(deaths: int, shard: ShardPlan | None) -> None:
-    if deaths >= _DEATHS_PER_SHARD:
+    if deaths >= DEATHS_PER_SHARD:
         raise TargetError(
             f"{deaths} actors were lost on the same work",
             where=f"sample {shard.ids[0]} and others" if shard else "loading the target",
