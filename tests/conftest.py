@@ -1,4 +1,4 @@
-"""One torch thread a test process: two processes share two cores. A local S3 server."""
+"""One torch thread a test process: two processes share two cores. A tiny cache, a local S3."""
 
 import os
 import uuid
@@ -8,6 +8,16 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """Root of a tiny cache that tests read and leave as it is."""
+    from tiny_cache import tiny_cache
+
+    root = tmp_path_factory.mktemp("tiny") / "cache"
+    tiny_cache(root)
+    return root
 
 
 @pytest.fixture

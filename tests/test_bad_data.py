@@ -18,13 +18,6 @@ from stage2_train import build, checkpoint, trainer
 from stage2_train.build import mask_token, open_source, train_run
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    root = tmp_path_factory.mktemp("tiny") / "cache"
-    tiny_cache(root)
-    return root
-
-
 def test_trap_36_a_stored_nan_names_the_sample_and_ends_the_run(tmp_path):
     tiny_cache(tmp_path / "cache", poison=5)
     cfg = tiny_config(tmp_path / "cache", tmp_path / "run", steps=None, trainer__epochs=1.0)

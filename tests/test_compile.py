@@ -22,13 +22,6 @@ LAYERS = ["linear_attention", "full_attention", "sliding_attention"]
 KEYS = {"drafter__layer_types": LAYERS, "drafter__sliding_window": 9}
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    root = tmp_path_factory.mktemp("tiny") / "cache"
-    tiny_cache(root)
-    return root
-
-
 def num_graphs():
     """Graphs compiled in this process since the last reset."""
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]

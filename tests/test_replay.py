@@ -6,7 +6,7 @@ import pytest
 import torch
 from rank_main import Run
 from test_ranks import start
-from tiny_cache import MASK_TOKEN, STATES, WIDTH, tiny_cache, tiny_config
+from tiny_cache import MASK_TOKEN, STATES, WIDTH, tiny_config
 
 from shared import cli
 from shared.log import read_json_lines
@@ -18,13 +18,6 @@ from stage2_train.config import CompareConfig, LoaderConfig
 from stage2_train.loader import Loader, open_feed
 
 STEPS = 6
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    root = tmp_path_factory.mktemp("replay") / "cache"
-    tiny_cache(root)
-    return root
 
 
 def batches(root, workers):

@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from tiny_cache import tiny_cache, tiny_config
+from tiny_cache import tiny_config
 from trainer_tools import equal, lines_of, parameters, stop_after
 
 from shared.errors import (
@@ -20,13 +20,6 @@ from stage2_train import build, checkpoint, trainer
 from stage2_train.build import open_source, train_run
 from stage2_train.config import Dtype
 from stage2_train.schedule import build_schedule
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    root = tmp_path_factory.mktemp("tiny") / "cache"
-    tiny_cache(root)
-    return root
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])

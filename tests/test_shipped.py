@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from tiny_cache import tiny_cache
 
 from shared import cli
 from shared.config import CONF, compose, describe, load_object
@@ -59,13 +58,6 @@ def test_every_words_own_file_composes(word):
         if default == "required" and not key.startswith("target.")
     ]
     assert isinstance(compose(word, schema, required), schema)
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    root = tmp_path_factory.mktemp("shipped") / "cache"
-    tiny_cache(root)
-    return root
 
 
 def composed(cache, run_dir, *overrides):

@@ -3,21 +3,12 @@
 import sys
 
 import pytest
-from tiny_cache import tiny_cache, tiny_config
+from tiny_cache import tiny_config
 from trainer_tools import lines_of
 
-from shared.errors import (
-    ConfigError,
-)
+from shared.errors import ConfigError
 from stage2_train.build import train_run
 from stage2_train.config import Tracker
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    root = tmp_path_factory.mktemp("tiny") / "cache"
-    tiny_cache(root)
-    return root
 
 
 @pytest.mark.slow

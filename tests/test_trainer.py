@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from tiny_cache import MASK_TOKEN, WIDTH, tiny_cache, tiny_config
+from tiny_cache import MASK_TOKEN, WIDTH, tiny_config
 from trainer_tools import equal, gradients_of, job_of, lines_of, parameters
 
 from shared.log import read_json_lines
@@ -19,13 +19,6 @@ from stage2_train.config import Dtype, ScheduleConfig, ScheduleName
 from stage2_train.heldout import heldout
 from stage2_train.loader import heldout_batches
 from stage2_train.schedule import build_schedule
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    root = tmp_path_factory.mktemp("tiny") / "cache"
-    tiny_cache(root)
-    return root
 
 
 @pytest.mark.slow
