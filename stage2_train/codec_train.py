@@ -93,7 +93,7 @@ def _evaluate(cfg: CodecReportConfig, store: Store, run_dir: Path) -> Trained:
     if cfg.max_prompts:
         settings = EvalConfig(
             run_dir=str(run_dir), max_prompts=cfg.max_prompts, max_new_tokens=cfg.max_new_tokens,
-            target=cfg.target, device=cfg.device,
+            batch_size=cfg.batch_size, target=cfg.target, device=cfg.device,
         )  # fmt: skip
         decoded = decode_prompts(run, settings, device)["prompts"]
         prompts = [[row["committed"], row["passes"]] for row in decoded]

@@ -441,4 +441,5 @@ class CodecReportConfig:
     seeds: int = opt(1, "train: seeds a codec", low=1)
     max_prompts: int = opt(32, "train: held-out prompts decoded with the target; 0: none", low=0)
     max_new_tokens: int = opt(64, "train: tokens decoded a prompt", low=1)
+    batch_size: int = opt(16, "train: prompts decoded together", low=1)
     device: str = opt("auto", "auto, cpu, cuda, cuda:N")

@@ -239,10 +239,12 @@ def test_a_changed_plan_is_refused_or_said(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["basic", "joblib", "submitit_local"])
+@pytest.mark.parametrize("launcher", ["basic", "joblib", "submitit_local", "ray"])
 def test_a_sweep_runs_retries_once_and_writes_its_table(tmp_path, launcher, capsys):
     import pyarrow.parquet as pq
 
+    if launcher == "ray":
+        pytest.importorskip("hydra_plugins.hydra_ray_launcher")
     tiny_cache(tmp_path / "cache")
     plan_file(
         tmp_path, seeds=[0, 1],
