@@ -55,6 +55,25 @@ def disk_errors(where: object) -> Iterator[None]:
         raise CacheError(what, where=where, do=do) from error
 
 
+@contextlib.contextmanager
+def library_writes(path: object) -> Iterator[None]:
+    """A disk's fault that a library met under an error of its own is an OSError again.
+
+    safetensors has the number in its text; torch.save into an open file has the OSError behind its
+    RuntimeError (given a path, it loses it).
+    """
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        named = re.search(r"\(os error (\d+)\)", str(error))
+        code = int(named[1]) if named else getattr(error.__context__, "errno", None)
+        if code is None:
+            raise
+        raise OSError(code, os.strerror(code), str(path)) from error
+
+
 def disk_fault(error: OSError) -> CacheError | None:
     """The sentence for a disk's fault that was met outside `disk_errors`; None for other errors."""
     if error.errno not in _SENTENCES or error.errno == errno.ENOENT:

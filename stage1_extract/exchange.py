@@ -23,6 +23,7 @@ import numpy as np
 
 from shared.config import TargetConfig
 from shared.errors import ConfigError, DataError, DrafttapeError
+from shared.fs import library_writes
 from shared.sample import SnapshotRow, pack_mask, sample_id
 from shared.spec import CaptureSpec
 from shared.store import Store
@@ -375,7 +376,8 @@ def _save_speculators(path: Path, ids_T: np.ndarray, hidden: np.ndarray, mask: n
         "hidden_states": _tensor(hidden),
         "loss_mask": torch.from_numpy(mask.astype(np.int64)),
     }
-    save_file(tensors, path)
+    with library_writes(path):
+        save_file(tensors, path)
 
 
 def _save_specforge(path: Path, ids_T: np.ndarray, hidden: np.ndarray, mask: np.ndarray) -> None:
@@ -388,7 +390,8 @@ def _save_specforge(path: Path, ids_T: np.ndarray, hidden: np.ndarray, mask: np.
         "hidden_state": _tensor(hidden[:, -1][None]),
         "aux_hidden_state": _tensor(taps),
     }
-    torch.save(found, path)
+    with library_writes(path), path.open("wb") as file:
+        torch.save(found, file)
 
 
 class _DeepSpecWriter:

@@ -16,11 +16,17 @@ from typing import Any
 
 import google_crc32c
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from shared.errors import CorruptionError, MismatchError
-from shared.fs import disk_errors, fsync_path, seal_json, unseal_json, write_atomic
+from shared.fs import (
+    disk_errors,
+    fsync_path,
+    library_writes,
+    seal_json,
+    unseal_json,
+    write_atomic,
+)
 from shared.record import RunRecord, read_record
 from stage2_train.draft_vocabulary import take_ids
 from stage2_train.sharding import copy_
@@ -56,13 +62,9 @@ def save(
     folder = begin(run_dir, step)
     with disk_errors(folder.parent):
         for file, tensors in zip(FILES, (model, optimizer), strict=True):
-            try:
-                save_file(
-                    {key: t.detach().cpu().contiguous() for key, t in tensors.items()},
-                    folder / file,
-                )
-            except SafetensorError as error:
-                raise OSError(str(error)) from error
+            whole = {key: t.detach().cpu().contiguous() for key, t in tensors.items()}
+            with library_writes(folder / file):
+                save_file(whole, folder / file)
             fsync_path(folder / file)
     return finish(run_dir, step, state)
 

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 
 from shared.config import Dtype
 from shared.errors import ConfigError, TrainingError
-from shared.fs import check_writable
+from shared.fs import check_writable, library_writes
 from shared.log import note, say
 from shared.store import load_frozen
 from stage2_train import checkpoint
@@ -119,7 +119,8 @@ def write(
     ids = {} if ids_S is None else vocabulary_tensors(ids_S, info["vocab_size"], layout)
     if layout is Layout.speculators and head_SD is not None:  # it reads the rows from here alone
         ids["lm_head.weight"] = head_SD.to(dtype)
-    save_file(weights | ids, directory / "model.safetensors", metadata={"format": "pt"})
+    with library_writes(directory):
+        save_file(weights | ids, directory / "model.safetensors", metadata={"format": "pt"})
     _check_ids(directory, ids)
     drafter.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
     if layout is Layout.speculators:

@@ -184,3 +184,21 @@ def test_a_million_samples_open_in_two_seconds_and_500_megabytes(tmp_path):
     seconds, megabytes = million(tmp_path / "million", shards=4000, samples=250)
     assert megabytes < 500
     assert seconds < 6  # 2 on an idle machine, which the benchmark measures
+
+
+def test_a_disks_fault_under_a_librarys_own_error_is_an_os_error(tmp_path):
+    import torch
+    from safetensors.torch import save_file
+
+    tensors = {"a": torch.zeros(100_000)}
+    with pytest.raises(FileNotFoundError, match="nowhere"), fs.library_writes(tmp_path / "nowhere"):
+        save_file(tensors, tmp_path / "nowhere" / "a.safetensors")
+    with (
+        pytest.raises(CacheError, match="no space is left on the device"),
+        fs.disk_errors(tmp_path),
+        fs.library_writes("/dev/full"),
+        Path("/dev/full").open("wb") as file,
+    ):
+        torch.save(tensors, file)
+    with pytest.raises(KeyError), fs.library_writes(tmp_path):
+        raise KeyError("not the disk's")
