@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from shared.config import compose, describe, group_options, groups_of, load_object
+from shared.config import compose, describe, group_options, groups_of, load_object, quote
 from shared.errors import DrafttapeError
 from shared.fs import disk_fault
 from shared.log import say
@@ -170,10 +170,10 @@ def _positional(word: Word, arguments: list[str]) -> list[str]:
     for key in word.positional:
         if key.endswith("..."):
             if plain:
-                overrides.append(f"{key[:-3]}=[{','.join(_quote(text) for text in plain)}]")
+                overrides.append(f"{key[:-3]}=[{','.join(quote(text) for text in plain)}]")
             plain = []
         elif plain:
-            overrides.append(f"{key}={_quote(plain.pop(0))}")
+            overrides.append(f"{key}={quote(plain.pop(0))}")
     if plain:
         raise DrafttapeError(f"{plain[0]!r} is not key=value", do="Overrides look like key=value")
     return overrides
@@ -185,11 +185,6 @@ def _is_plain(text: str) -> bool:
     if equals:
         return "/" in key and Path(text).exists()
     return not text.startswith("~")
-
-
-def _quote(text: str) -> str:
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"
 
 
 def _help_all() -> None:

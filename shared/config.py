@@ -174,11 +174,31 @@ def _rule(number: Any, bounds: dict[str, float]) -> str | None:
 
 
 def _quoted(override: str) -> str:
-    """`key=[a=1,b=2]` with its elements quoted: Hydra's lists take no `=` outside of quotes."""
+    """An override as Hydra reads it without the quotes that its grammar asks for.
+
+    `key=[a=1,b=2]`: its lists take no `=` outside of quotes. `key=what (is) this, then?`: text.
+    """
     found = re.fullmatch(r"([^=]+=)\[([^\[\]{}'\"\\]*=[^\[\]{}'\"\\]*)\]", override, re.DOTALL)
-    if found is None:
+    if found is not None:
+        return found[1] + "[" + ",".join(f"'{item.strip()}'" for item in found[2].split(",")) + "]"
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    key, _, text = override.partition("=")
+    if text[:1] in {"", "[", "{", "'", '"'}:
         return override
-    return found[1] + "[" + ",".join(f"'{item.strip()}'" for item in found[2].split(",")) + "]"
+    try:
+        if not OverridesParser.create().parse_override(override).is_sweep_override():
+            return override
+    except HydraException:
+        pass
+    return f"{key}={quote(text)}"
+
+
+def quote(text: str) -> str:
+    """Text as one of Hydra's values."""
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
 
 
 def _first_lines(error: BaseException) -> str:

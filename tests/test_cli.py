@@ -127,3 +127,14 @@ def test_a_list_of_overrides_needs_no_quotes():
     assert config.overrides == ["experiment=demo", "optimizer.lr=1e-3"]
     words[2] = "overrides=['experiment=demo']"
     assert compose("codec-report", CodecReportConfig, words).overrides == ["experiment=demo"]
+
+
+@pytest.mark.parametrize(
+    "text", ["Is Muon better, at (equal) tokens?", "it's 100 % = all", "a,b", "C:\\runs", "'q'"]
+)
+def test_text_needs_no_quotes_of_hydras(text):
+    from shared.config import compose
+    from stage2_train.config import CompareConfig
+
+    found = compose("compare", CompareConfig, ["runs=[a,b]", f"question={text}"])
+    assert found.question == text.strip("'")

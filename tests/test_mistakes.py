@@ -299,7 +299,9 @@ def test_checkpoints_of_an_unknown_run_are_not_gone_on_from(tmp_path):
     [
         ([*TRAIN, "+optimizer.lrr=1"], "there is no key optimizer.lrr"),
         ([*TRAIN, "experiment=nope"], "experiment/nope"),
-        ([*TRAIN, "seed=(1"], "seed=(1 can't be read; quote"),
+        ([*TRAIN, "seed=(1"], "Value '(1' of type 'str' could not be converted to Integer"),
+        ([*TRAIN, "seed=1,2"], "Value '1,2' of type 'str' could not be converted to Integer"),
+        ([*TRAIN, "drafter.layer_types=[a"], "can't be read; quote"),
         ([*TRAIN, "drafter.layer_types=full_attention"], "it is a list: [a,b]"),
         (["eval", "x", "target.name=y"], "the group is null"),
         (["eval", "x", "target=smollm2"], "no run is there"),
