@@ -11,6 +11,7 @@ states, D width, V vocab.
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -70,6 +71,21 @@ class BatchCursor:
         index_B = torch.arange(num_block, device=self.device)
         self.kept_PS[:, -num_block:] &= index_B < torch.tensor(kept_P, device=self.device)[:, None]
 
+    def select(self, rows: Sequence[int]) -> None:
+        """Goes on with these prompts alone."""
+        index_P = torch.tensor(rows, device=self.device)
+        self.cache.batch_select_indices(index_P)
+        self.kept_PS = self.kept_PS[index_P]
+
+
+@dataclass
+class _Text:
+    """A prompt's output, and of its drafter the states not taken in yet and its own state."""
+
+    result: Decoded
+    hidden_TLD: Tensor | None = None
+    state: Any = None
+
 
 def _prefill(
     cursor: BatchCursor, prompts: Sequence[Sequence[int]]
@@ -99,13 +115,14 @@ def greedy_batch(
     cursor = BatchCursor(model, (), len(prompts))
     first, _ = _prefill(cursor, prompts)
     results = [Decoded([token]) for token in first]
-    while any(_open(result, max_new_tokens, end_tokens) for result in results):
-        last_P1 = torch.tensor([[r.tokens[-1]] for r in results], device=cursor.device)
+    texts = [_Text(result) for result in results]
+    while texts := _going(cursor, texts, max_new_tokens, end_tokens):
+        last_P1 = torch.tensor([[t.result.tokens[-1]] for t in texts], device=cursor.device)
         logits_P1V, _ = cursor.forward(last_P1, torch.ones_like(last_P1, dtype=torch.bool))
-        for result, token in zip(results, logits_P1V[:, -1].argmax(-1).tolist(), strict=True):
-            if _open(result, max_new_tokens, end_tokens):
-                result.tokens.append(token)
-                result.commits.append(1)
+        for text, token in zip(texts, logits_P1V[:, -1].argmax(-1).tolist(), strict=True):
+            if _open(text.result, max_new_tokens, end_tokens):
+                text.result.tokens.append(token)
+                text.result.commits.append(1)
     _share(results, "verify", time.perf_counter() - started)
     return results
 
@@ -121,28 +138,28 @@ def speculative_batch(
 ) -> list[Decoded]:
     """Greedy chain verification of all prompts; see `decode.speculative` for the terms.
 
-    A prompt that has ended stays in the batch and is not counted. Each prompt's seconds are its
-    share of the batch's.
+    Prompts that have ended leave the batch once they are a quarter of it. Each prompt's seconds are
+    its share of the batch's.
     """
     clock = time.perf_counter()
     cursor = BatchCursor(model, taps, len(prompts))
     first, hidden = _prefill(cursor, prompts)
     results = [Decoded([token]) for token in first]
-    states = [draft.drafter.new_state() for _ in prompts]
+    texts = [_Text(*text, draft.drafter.new_state()) for text in zip(results, hidden, strict=True)]
     clock = _lap(results, "prefill", clock)
-    while any(_open(result, max_new_tokens, end_tokens) for result in results):
-        block_PB = torch.full((len(prompts), draft.block_size), draft.mask_token_id)
-        block_PB[:, 0] = torch.tensor([result.tokens[-1] for result in results])
+    while texts := _going(cursor, texts, max_new_tokens, end_tokens):
+        block_PB = torch.full((len(texts), draft.block_size), draft.mask_token_id)
+        block_PB[:, 0] = torch.tensor([text.result.tokens[-1] for text in texts])
         slots = []
-        for row, result in enumerate(results):
-            if not _open(result, max_new_tokens, end_tokens):
+        for row, text in enumerate(texts):
+            if not _open(text.result, max_new_tokens, end_tokens):
                 slots.append(
                     draft.embed_VD.new_zeros(draft.block_size - 1, draft.embed_VD.shape[1])
                 )
                 continue
-            draft.drafter.extend(states[row], as_stored(hidden[row]))
+            draft.drafter.extend(text.state, as_stored(text.hidden_TLD))
             embedded_BD = F.embedding(block_PB[row].to(draft.embed_VD.device), draft.embed_VD)
-            h_BD = draft.drafter.draft(states[row], embedded_BD)
+            h_BD = draft.drafter.draft(text.state, embedded_BD)
             slots.append(h_BD.reshape(draft.block_size, -1)[1:].to(draft.embed_VD.dtype))
         row_PK = F.linear(torch.stack(slots).to(draft.head_VD.dtype), draft.head_VD).argmax(-1)
         block_PB[:, 1:] = (row_PK if draft.ids_S is None else draft.ids_S[row_PK]).cpu()
@@ -151,21 +168,33 @@ def speculative_batch(
         logits_PBV, hidden_PBLD = cursor.forward(ids_PB, torch.ones_like(ids_PB, dtype=torch.bool))
         chosen_PB = logits_PBV.argmax(-1).tolist()
         kept = []
-        for row, (result, block) in enumerate(zip(results, block_PB.tolist(), strict=True)):
-            if not _open(result, max_new_tokens, end_tokens):
+        for row, (text, block) in enumerate(zip(texts, block_PB.tolist(), strict=True)):
+            if not _open(text.result, max_new_tokens, end_tokens):
                 kept.append(0)
                 continue
             accepted, following = accept_greedy(chosen_PB[row], block[1:])
             committed = cut([*block[1 : accepted + 1], following], end_tokens)
-            result.tokens += committed
-            result.commits.append(len(committed))
-            hidden[row] = hidden_PBLD[row, : accepted + 1]
+            text.result.tokens += committed
+            text.result.commits.append(len(committed))
+            text.hidden_TLD = hidden_PBLD[row, : accepted + 1]
             kept.append(accepted + 1)
         cursor.keep(draft.block_size, kept)
         clock = _lap(results, "verify", clock)
     for result in results:
         result.tokens = result.tokens[:max_new_tokens]
     return results
+
+
+def _going(
+    cursor: BatchCursor, texts: list[_Text], max_new_tokens: int, end_tokens: Sequence[int]
+) -> list[_Text]:
+    """The batch, without the prompts that have ended once they are a quarter of it."""
+    rows = [row for row, text in enumerate(texts) if _open(text.result, max_new_tokens, end_tokens)]
+    if 4 * len(rows) > 3 * len(texts):
+        return texts
+    if rows:
+        cursor.select(rows)
+    return [texts[row] for row in rows]
 
 
 def _open(result: Decoded, max_new_tokens: int, end_tokens: Sequence[int]) -> bool:
