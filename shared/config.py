@@ -196,9 +196,9 @@ def _quoted(override: str) -> str:
 
 
 def quote(text: str) -> str:
-    """Text as one of Hydra's values."""
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"
+    """Text as one of Hydra's values; a backslash counts there only before a quote."""
+    escaped = re.sub(r"(\\*)'", r"\1\1\\'", text)
+    return "'" + re.sub(r"(\\+)$", r"\1\1", escaped) + "'"
 
 
 def _first_lines(error: BaseException) -> str:

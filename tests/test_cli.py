@@ -137,8 +137,10 @@ def test_a_list_of_overrides_needs_no_quotes():
 
 
 @pytest.mark.parametrize(
-    "text", ["Is Muon better, at (equal) tokens?", "it's 100 % = all", "a,b", "C:\\runs", "'q'"]
-)
+    "text",
+    ["Is Muon better, at (equal) tokens?", "it's 100 % = all", "a,b", "C:\\runs", "'q'",
+     "C:\\runs (2)", "\\ (c)'s", "it\\'s (z)", "(y)\\"],
+)  # fmt: skip
 def test_text_needs_no_quotes_of_hydras(text):
     from shared.config import compose
     from stage2_train.config import CompareConfig
