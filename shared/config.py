@@ -180,7 +180,7 @@ def _quoted(override: str) -> str:
     """
     found = re.fullmatch(r"([^=]+=)\[([^\[\]{}'\"\\]*=[^\[\]{}'\"\\]*)\]", override, re.DOTALL)
     if found is not None:
-        return found[1] + "[" + ",".join(f"'{item.strip()}'" for item in found[2].split(",")) + "]"
+        return found[1] + "[" + ",".join(quote(item.strip()) for item in found[2].split(",")) + "]"
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 

@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shared.config import compose, to_plain
+from shared.config import compose, quote, to_plain
 from shared.errors import ConfigError, Interrupted, MismatchError, TrainingError
 from shared.fs import Lock
 from shared.log import note, say
@@ -197,10 +197,10 @@ def launch(cfg: SweepConfig, todo: list[Path], folders: list[Path], lock: Lock) 
     command = [
         sys.executable, "-m", "stage2_train.sweep_job", "--multirun",
         f"hydra/launcher={cfg.launcher}", "hydra.job.chdir=false", "hydra.output_subdir=null",
-        f"hydra.sweep.dir='{out / 'hydra'}'", "hydra/job_logging=disabled",
-        "hydra/hydra_logging=disabled", f"sweep='{out}'", f"trial={trials}",
-        f"device={cfg.device}", f"devices='{','.join(cfg.devices)}'",
-        f"trials_per_device={cfg.trials_per_device}", f"share='{shared or ''}'",
+        f"hydra.sweep.dir={quote(str(out / 'hydra'))}", "hydra/job_logging=disabled",
+        "hydra/hydra_logging=disabled", f"sweep={quote(str(out))}", f"trial={trials}",
+        f"device={cfg.device}", f"devices={quote(','.join(cfg.devices))}",
+        f"trials_per_device={cfg.trials_per_device}", f"share={quote(str(shared or ''))}",
     ]  # fmt: skip
     jobs = max(cfg.jobs, len(cfg.devices) * cfg.trials_per_device)
     if cfg.launcher == "joblib":

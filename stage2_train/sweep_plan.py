@@ -43,6 +43,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shared.config import quote
 from shared.errors import ConfigError
 from shared.rng import generator
 
@@ -275,8 +276,7 @@ def _text(value: Any) -> str:
         return "[" + ",".join(_text(item) for item in value) + "]"
     if isinstance(value, int | float):
         return repr(value)
-    escaped = str(value).replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"
+    return quote(str(value))
 
 
 def trial_id(arm: str, overrides: dict[str, Any]) -> str:

@@ -147,3 +147,14 @@ def test_text_needs_no_quotes_of_hydras(text):
 
     found = compose("compare", CompareConfig, ["runs=[a,b]", f"question={text}"])
     assert found.question == text.strip("'")
+
+
+def test_a_plans_text_reads_back_as_it_is():
+    from shared.config import compose
+    from stage2_train.config import CompareConfig
+    from stage2_train.sweep_plan import to_overrides
+
+    for text in ("C:\\runs (2)", "it's", "(y)\\"):
+        words = to_overrides({"runs": ["a", text], "question": text})
+        found = compose("compare", CompareConfig, words)
+        assert (found.runs, found.question) == (["a", text], text)
